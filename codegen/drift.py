@@ -1,0 +1,48 @@
+"""What is on disk against what would be written."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from vtaps.spec.diagnostics import Diagnostic, Span
+
+
+def drift(files: dict[str, str], folder: Path, spec_file: str) -> list[Diagnostic]:
+    """Findings where the files beside a spec are not the ones that compiling it gives.  ``files``: name → text."""
+    out: list[Diagnostic] = []
+    spec_span = Span(spec_file)
+    fix = f"run: vtaps compile {spec_file}"
+    for name, text in files.items():
+        path = folder / name
+        try:
+            there = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            out.append(Diagnostic("VT403", f"{name} does not exist", spec_span, note=fix))
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            out.append(Diagnostic("VT403", f"{name} cannot be read: {error}", spec_span, note=fix))
+            continue
+        if there == text:
+            continue
+        changed = _outside(there, text) if name.endswith(".json") else []
+        for file in changed:
+            out.append(Diagnostic("VT402", f"{file} is not the file that {name} was compiled with", spec_span, note=fix))
+        if not changed:
+            diff = difflib.unified_diff(
+                there.splitlines(), text.splitlines(), f"{name} (on disk)", f"{name} (from the spec)", lineterm="", n=1
+            )
+            first = next((i for i, (a, b) in enumerate(zip(there.splitlines(), text.splitlines(), strict=False), 1) if a != b), 1)
+            note = f"{fix}\n" + "\n".join(diff)
+            out.append(Diagnostic("VT401", f"{name} is not what {spec_file} compiles to", Span(str(path), first), note=note))
+    return out
+
+
+def _outside(there: str, text: str) -> list[str]:
+    try:
+        old = json.loads(there)["outside"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    new = json.loads(text)["outside"]
+    return sorted(k for k in {*old, *new} if old.get(k) != new.get(k))

@@ -1,0 +1,173 @@
+"""Plan + Block → Lock: the program of a run, resolved, as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import PurePosixPath
+from typing import Any
+
+from vtaps.codegen.block import VLLM_RANGE, Block
+from vtaps.spec.expand import digest, expand
+from vtaps.spec.plan import ArmPlan, Plan
+from vtaps.spec.prompts import ReadyPrompt
+from vtaps.spec.tree import Site
+from vtaps.spec.vector_use import definition
+
+LOCK_VERSION = 1
+
+
+def names(spec_file: str) -> tuple[str, str]:
+    """The block's and the lock's file name beside a spec: ``paris.yaml`` → ``paris.block.py``, ``paris.lock.json``."""
+    stem = PurePosixPath(spec_file.replace("\\", "/")).name
+    for suffix in (".yaml", ".yml"):
+        stem = stem.removesuffix(suffix)
+    return f"{stem}.block.py", f"{stem}.lock.json"
+
+
+def build(plan: Plan, block: Block) -> dict[str, Any]:
+    spec = plan.spec
+    spec_name = PurePosixPath(spec.file.replace("\\", "/")).name
+    used = {
+        n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
+    } | {v for r in plan.reads.values() for v in r.read.vectors} | {
+        e.edit.vector for e in plan.edits.values() if e.edit.vector is not None
+    }  # fmt: skip
+    sites = {p.site.name: p.site for p in plan.locations}
+    return {
+        "lock": LOCK_VERSION,
+        "spec": {"file": spec_name, "digest": digest(expand(spec))},
+        "block": {"file": names(spec.file)[0], "digest": block.digest, "structure": block.structure},
+        "tree": {
+            "digest": plan.tree.digest,
+            "architecture": plan.tree.architecture,
+            "vllm": plan.tree.vllm,
+            "vllm_range": VLLM_RANGE,
+        },
+        "model": {
+            "path": spec.model.path,
+            "dtype": plan.tree.dtype,
+            "revision": spec.model.revision,
+            "tokenizer": spec.model.tokenizer,
+            "config": plan.outside.get("model:config.json"),
+        },
+        "engine": {"mode": plan.mode, "reason": plan.reason, "vllm": dict(spec.engine.vllm)},
+        "lens": {"norm": plan.tree.final_norm},
+        "sites": {name: _site(site, plan) for name, site in sites.items()},
+        "edits": {
+            name: {
+                "verb": p.edit.verb,
+                "sites": [s.name for s in p.sites],
+                "columns": None if p.columns is None else [list(c) for c in p.columns],
+                "tokens": p.edit.tokens.to_json(),
+            }
+            for name, p in plan.edits.items()
+        },
+        "reads": {
+            name: {
+                "sites": [s.name for s in p.sites],
+                "kind": p.read.kind,
+                "tokens": p.read.tokens.to_json(),
+                "sees": p.read.sees or "after_edits",
+                "vectors": list(p.read.vectors),
+                "top": p.read.top,
+                "ids": None if p.ids is None else list(p.ids),
+            }
+            for name, p in plan.reads.items()
+        },
+        "overrides": {
+            name: {"start": p.override.start, "ids": list(p.ids), "text": p.override.text}
+            for name, p in plan.overrides.items()
+        },
+        "metrics": {
+            name: {
+                "kind": p.metric.kind,
+                "ids": list(p.ids),
+                "texts": list(p.texts),
+                "tokens": p.metric.tokens.to_json(),
+            }
+            for name, p in plan.metrics.items()
+        },
+        "vectors": {
+            name: {**definition(spec.vectors[name]), "digest": plan.outside.get(spec.vectors[name].file or "")}
+            for name in sorted(used)
+        },
+        "prompts": {
+            name: {
+                "count": len(items),
+                "digest": _prompt_digest(items),
+                "file": None if (ref := spec.prompts[name].file) is None else ref.file,
+            }
+            for name, items in plan.prompts.items()
+        },
+        "arms": {name: _arm(p) for name, p in plan.arms.items()},
+        "outside": dict(plan.outside),
+    }
+
+
+def _site(site: Site, plan: Plan) -> dict[str, Any]:
+    return {
+        "module": site.module,
+        "output": site.element if site.side == "output" else None,
+        "input": site.element if site.side == "input" else None,
+        "residual": site.residual,
+        "columns": None if site.columns is None else list(site.columns),
+        "layer": site.layer,
+        "width": site.width,
+        "heads": site.heads,
+        "dtype": plan.tree.dtype,
+        "hf_hidden_states": site.hf_index,
+        "mode": plan.mode,
+        "shard": None,
+    }
+
+
+def _arm(plan: ArmPlan) -> dict[str, Any]:
+    return {
+        "prompts": list(plan.prompts),
+        "reads": list(plan.arm.reads),
+        "edits": list(plan.arm.edits),
+        "metrics": list(plan.arm.metrics),
+        "sampling": dict(plan.sampling),
+        "points": [
+            {
+                "values": dict(point.values),
+                "edits": [
+                    {"edit": e.edit, "sites": list(e.sites), "coefficient": e.coefficient, "vector": e.vector}
+                    for e in point.edits
+                ],
+                "overrides": [{"override": name, "start": start} for name, start in point.overrides],
+            }
+            for point in plan.points
+        ],
+    }
+
+
+def _prompt_digest(items: tuple[ReadyPrompt, ...]) -> str:
+    hashed = hashlib.sha256()
+    for item in items:
+        hashed.update(json.dumps([item.id, item.ids, dict(item.columns)], sort_keys=True, default=str).encode())
+    return "sha256:" + hashed.hexdigest()
+
+
+def to_text(lock: dict[str, Any]) -> str:
+    """Sorted keys, one leaf list a line: stable, and readable in a diff."""
+    return _pretty(lock, 0) + "\n"
+
+
+def _pretty(value: Any, depth: int) -> str:
+    flat = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    if not isinstance(value, dict | list) or not value:
+        return flat
+    leaf = all(not isinstance(v, dict | list) for v in (value.values() if isinstance(value, dict) else value))
+    if (leaf and len(flat) <= 110 - depth) or (isinstance(value, list) and len(flat) <= 60):
+        return flat
+    pad, end = " " * (depth + 1), " " * depth
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(pad + _pretty(v, depth + 1) for v in value) + f"\n{end}]"
+    items = (f"{pad}{json.dumps(k, ensure_ascii=False)}: {_pretty(v, depth + 1)}" for k, v in sorted(value.items()))
+    return "{\n" + ",\n".join(items) + f"\n{end}}}"
+
+
+def lock_digest(lock: dict[str, Any]) -> str:
+    return "sha256:" + hashlib.sha256(to_text(lock).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""From YAML text to a checked plan: load, parse, resolve, verify."""

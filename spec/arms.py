@@ -1,0 +1,198 @@
+"""Arms and their sweeps: every arm becomes points, every point the edits and overrides that act in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vtaps.spec.diagnostics import Diagnostic, nearest
+from vtaps.spec.document import Document
+from vtaps.spec.names import defined
+from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit
+from vtaps.spec.spec import Arm, Axis, Spec
+
+FIELDS = {"add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": ()}
+COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by"}
+IDENTITY = {"add": 0.0, "scale": 1.0}
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What one value of one axis changes."""
+
+    target: str
+    field: str
+    value: Any
+
+
+def plan_arms(
+    spec: Spec, edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan], doc: Document,
+    found: list[Diagnostic],
+) -> dict[str, ArmPlan]:  # fmt: skip
+    return {name: _arm(arm, spec, edits, overrides, doc, found) for name, arm in spec.arms.items()}
+
+
+def _arm(
+    arm: Arm, spec: Spec, edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan], doc: Document,
+    found: list[Diagnostic],
+) -> ArmPlan:  # fmt: skip
+    for section in ("reads", "edits", "overrides", "metrics", "prompts"):
+        names = getattr(arm, section) or ()
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                found.append(
+                    Diagnostic("VT319", f"{name!r} stands twice in {section}", doc.at(*arm.where, section, i))
+                )
+    sampling = {**spec.sampling, **arm.sampling}
+    factors = [f for factor in arm.sweep if (f := _factor(arm, factor, spec, edits, doc, found))]
+    points = []
+    for combination in itertools.product(*factors):
+        settings = [s for step in combination for s in step]
+        points.append(_point(arm, settings, edits, overrides))
+    for point in points:
+        if not _fits(arm, point, overrides, sampling, doc, found):
+            break
+    groups = arm.prompts if arm.prompts is not None else tuple(spec.prompts)
+    return ArmPlan(arm, tuple(dict.fromkeys(groups)), sampling, tuple(points))
+
+
+def _factor(
+    arm: Arm, factor: tuple[Axis, ...], spec: Spec, edits: Mapping[str, EditPlan], doc: Document,
+    found: list[Diagnostic],
+) -> list[tuple[_Setting, ...]]:  # fmt: skip
+    """The steps of one factor: in each, every axis has one value."""
+    columns: list[list[_Setting]] = []
+    for axis in factor:
+        values = _axis(arm, axis, spec, edits, doc, found)
+        if values is not None:
+            columns.append(values)
+    lengths = {len(c) for c in columns}
+    if len(lengths) > 1:
+        listed = ", ".join(f"{a.path} has {len(c)}" for a, c in zip(factor, columns, strict=False))
+        found.append(
+            Diagnostic("VT318", f"axes that run in step need equally many values: {listed}", doc.key(*factor[0].where))
+        )
+        return []
+    return list(zip(*columns, strict=True))
+
+
+def _paths(arm: Arm, spec: Spec) -> list[str]:
+    out = []
+    for name in arm.edits:
+        if name in spec.edits:
+            verb = spec.edits[name].verb
+            out += [f"{name}.at", f"{name}.on", *(f"{name}.{verb}.{f}" for f in FIELDS[verb])]
+    return out + [f"{name}.start" for name in arm.overrides if name in spec.overrides]
+
+
+def _axis(
+    arm: Arm, axis: Axis, spec: Spec, edits: Mapping[str, EditPlan], doc: Document, found: list[Diagnostic]
+) -> list[_Setting] | None:
+    target, _, field = axis.path.partition(".")
+    paths = _paths(arm, spec)
+    if axis.path not in paths:
+        if target in (defined(spec, "edits") - set(spec.edits)) | (defined(spec, "overrides") - set(spec.overrides)):
+            return None
+        elsewhere = target in defined(spec, "edits") | defined(spec, "overrides")
+        listed = target in (*arm.edits, *arm.overrides)
+        note = f"the arm {arm.name!r} does not list {target!r}" if elsewhere and not listed else None
+        found.append(
+            Diagnostic(
+                "VT215",
+                f"the sweep path {axis.path!r} names nothing",
+                doc.key(*axis.where),
+                tuple(paths),
+                nearest(axis.path, paths),
+                note,
+            )
+        )
+        return None
+    span = doc.at(*axis.where)
+    if field == "at":
+        if axis.values is not None:
+            found.append(Diagnostic("VT318", f"{axis.path} takes `each`", span))
+            return None
+        if target not in edits:
+            return None
+        return [_Setting(target, "at", site.name) for site in edits[target].sites]
+    if axis.values is None:
+        found.append(Diagnostic("VT318", f"`each` ranges over locations; {axis.path} takes a list of values", span))
+        return None
+    kind = field.rpartition(".")[2]
+    for i, value in enumerate(axis.values):
+        if (problem := _wrong(kind, value)) is not None:
+            found.append(Diagnostic("VT318", f"{axis.path}: {problem}", doc.at(*axis.where, i)))
+            return None
+    values = [float(v) if kind in ("scale", "by") else v for v in axis.values]
+    return [_Setting(target, kind, v) for v in values]
+
+
+def _wrong(kind: str, value: Any) -> str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in ("scale", "by") and not (number and abs(value) < float("inf")):
+        return f"{value!r} is not a finite number"
+    if kind == "on" and not isinstance(value, bool):
+        return f"{value!r} is neither true nor false"
+    if kind == "vector" and not isinstance(value, str):
+        return f"{value!r} is not the name of a vector"
+    if kind == "start" and (type(value) is not int or value < 0):
+        return f"{value!r} is not a step (0, 1, …)"
+    return None
+
+
+def _point(
+    arm: Arm, settings: list[_Setting], edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan]
+) -> Point:
+    starts = {n: overrides[n].override.start for n in arm.overrides if n in overrides}
+    chosen: dict[str, dict[str, Any]] = {}
+    values: dict[str, Any] = {}
+    for s in settings:
+        chosen.setdefault(s.target, {})[s.field] = s.value
+        verb = edits[s.target].edit.verb if s.target in edits and s.field not in ("at", "on") else None
+        values[f"{s.target}.{verb}.{s.field}" if verb else f"{s.target}.{s.field}"] = s.value
+        if s.field == "start" and s.target in starts:
+            starts[s.target] = s.value
+    acting = []
+    for name in arm.edits:
+        if name not in edits:
+            continue
+        edit, own = edits[name].edit, chosen.get(name, {})
+        point = PointEdit(
+            edit=name,
+            sites=(own["at"],) if "at" in own else tuple(s.name for s in edits[name].sites),
+            coefficient=edit.coefficient,
+            vector=own.get("vector", edit.vector),
+        )
+        if (key := COEFFICIENTS.get(edit.verb)) in own:
+            point = replace(point, coefficient=own[key])
+        if own.get("on", True) and point.coefficient != IDENTITY.get(edit.verb, math_nan):
+            acting.append(point)
+    return Point(values, tuple(acting), tuple(starts.items()))
+
+
+math_nan = float("nan")
+"""Equal to nothing: verbs without an identity."""
+
+
+def _fits(
+    arm: Arm, point: Point, overrides: Mapping[str, OverridePlan], sampling: Mapping[str, Any], doc: Document,
+    found: list[Diagnostic],
+) -> bool:  # fmt: skip
+    """Overrides end before the text does and do not overlap."""
+    limit = sampling["max_tokens"]
+    taken: dict[int, str] = {}
+    for name, start in point.overrides:
+        length = len(overrides[name].ids)
+        span = doc.at(*arm.where, "overrides", arm.overrides.index(name))
+        if start + length > limit:
+            what = f"{name!r} replaces tokens {start} … {start + length - 1} of at most {limit}"
+            found.append(Diagnostic("VT314", what, span, note=f"raise max_tokens to {start + length}"))
+            return False
+        for step in range(start, start + length):
+            if step in taken:
+                found.append(Diagnostic("VT314", f"{name!r} and {taken[step]!r} both replace token {step}", span))
+                return False
+            taken[step] = name
+    return True

@@ -1,0 +1,196 @@
+"""The spec with every default written out: what ``check --expand`` prints and what the lock hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import yaml
+
+from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.spec import Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+
+
+class _Flow(dict[str, Any]):
+    """A mapping written on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _flow(dumper: _Dumper, data: _Flow) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+
+def _line(dumper: _Dumper, data: list[Any]) -> yaml.Node:
+    plain = all(not isinstance(i, dict) for i in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
+
+
+_Dumper.add_representer(_Flow, _flow)
+_Dumper.add_representer(list, _line)
+
+
+def expand(spec: Spec) -> dict[str, Any]:
+    """A spec that means the same, with nothing left to a default; sections sorted by name, arms' lists as written."""
+
+    def each(items: Any, write: Any) -> dict[str, Any]:
+        return {name: write(items[name]) for name in sorted(items)}
+
+    return {
+        "vtaps": 1,
+        "model": {
+            "path": spec.model.path,
+            "dtype": spec.model.dtype,
+            "revision": spec.model.revision,
+            "tokenizer": spec.model.tokenizer,
+        },
+        "engine": {"mode": spec.engine.mode, "vllm": dict(sorted(spec.engine.vllm.items()))},
+        "vectors": each(spec.vectors, _vector),
+        "taps": each(spec.taps, _at),
+        "reads": each(spec.reads, _read),
+        "edits": each(spec.edits, _edit),
+        "overrides": each(spec.overrides, _override),
+        "metrics": each(spec.metrics, _metric),
+        "prompts": {name: _group(group) for name, group in spec.prompts.items()},
+        "arms": {name: _arm(arm, spec) for name, arm in spec.arms.items()},
+        "sampling": dict(sorted(spec.sampling.items())),
+    }
+
+
+def to_yaml(expanded: dict[str, Any]) -> str:
+    """YAML 1.2 text, one definition a line.  Texts that older readers would take for something else are quoted."""
+    shaped: dict[str, Any] = {}
+    for section, value in expanded.items():
+        if section in ("vectors", "reads", "edits", "overrides", "metrics", "arms") and value:
+            shaped[section] = {k: _Flow(v) for k, v in value.items()}
+        elif isinstance(value, dict) and section in ("model", "engine", "sampling"):
+            shaped[section] = _Flow(value)
+        else:
+            shaped[section] = value
+    return yaml.dump(shaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def digest(expanded: dict[str, Any]) -> str:
+    """sha256 of the canonical JSON of an expanded spec."""
+    text = json.dumps(expanded, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def one_line(definition: dict[str, Any]) -> str:
+    """A definition in flow style, for a comment in the block."""
+    return yaml.dump(_Flow(definition), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6).strip()
+
+
+def _ranges(ranges: tuple[Interval, ...]) -> list[int | str]:
+    return [a if a == b else f"{a}..{b}" for a, b in ranges]
+
+
+def rows_of(rows: Rows) -> Any:
+    """A selector as the language writes it: a bare word where that says it all."""
+    out: dict[str, Any] = {}
+    if rows.steps is not None:
+        out["steps"] = _ranges(rows.steps)
+    if rows.positions is not None:
+        out["positions"] = _ranges(rows.positions)
+    if rows.match is not None:
+        out["match"] = rows.match
+    if rows.ids is not None:
+        out["ids"] = list(rows.ids)
+    if rows.turn is not None:
+        out |= {"turn": rows.turn, "skip": rows.skip}
+    if rows.after is not None:
+        out["after"] = rows.after
+    if rows.exclude is not None:
+        out["except"] = rows_of(rows.exclude)
+    if not out:
+        return rows.word
+    return _Flow({"rows": rows.word, **out})
+
+
+def _vector(vector: Vector) -> dict[str, Any]:
+    if vector.random:
+        return {"random": {"seed": vector.seed, "norm": vector.norm}}
+    out: dict[str, Any] = {"file": vector.file}
+    if vector.tensor is not None:
+        out["tensor"] = vector.tensor
+    if vector.row is not None:
+        out["row"] = vector.row
+    return out
+
+
+def _at(at: At) -> Any:
+    return at.texts[0] if len(at.texts) == 1 else list(at.texts)
+
+
+def _edit(edit: Edit) -> dict[str, Any]:
+    return edit_of(edit)
+
+
+def edit_of(edit: Edit) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    if edit.vector is not None:
+        body["vector"] = edit.vector
+    if edit.coefficient is not None:
+        body["by" if edit.verb == "scale" else "scale"] = edit.coefficient
+    if edit.heads is not None:
+        body["heads"] = _ranges(edit.heads)
+    if edit.dims is not None:
+        body["dims"] = _ranges(edit.dims)
+    return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: _Flow(body)}
+
+
+def _read(read: Read) -> dict[str, Any]:
+    return read_of(read)
+
+
+def read_of(read: Read) -> dict[str, Any]:
+    out: dict[str, Any] = {"at": _at(read.at), "tokens": rows_of(read.tokens)}
+    if read.sees is not None:
+        out["sees"] = read.sees
+    if read.kind == "mean":
+        out["mean_over"] = "request"
+    elif read.kind == "norm":
+        out["norm"] = True
+    elif read.kind == "project":
+        out["project"] = _Flow({"vectors": list(read.vectors)})
+    elif read.kind == "lens":
+        out["lens"] = _Flow({"top": read.top} if read.top is not None else {"ids": list(read.ids or ())})
+    return out
+
+
+def _override(override: Override) -> dict[str, Any]:
+    given = {"text": override.text} if override.text is not None else {"ids": list(override.ids or ())}
+    return {"start": override.start, **given}
+
+
+def _metric(metric: Metric) -> dict[str, Any]:
+    of = list(metric.of) if metric.kind == "logit_diff" else metric.of[0]
+    return {metric.kind: of, "tokens": rows_of(metric.tokens)}
+
+
+def _group(group: PromptGroup) -> Any:
+    if group.file is not None:
+        ident = {"id": {"column": group.file.id_column}} if group.file.id_column is not None else {}
+        return {"file": group.file.file, **ident, group.file.kind: {"column": group.file.column}}
+    return [{"id": p.id, p.kind: p.content, **p.columns} for p in group.items]
+
+
+def _arm(arm: Arm, spec: Spec) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "prompts": list(arm.prompts if arm.prompts is not None else spec.prompts),
+        "reads": list(arm.reads),
+        "edits": list(arm.edits),
+        "overrides": list(arm.overrides),
+        "metrics": list(arm.metrics),
+        "sampling": dict(sorted({**spec.sampling, **arm.sampling}.items())),
+    }
+    if arm.sweep:
+        factors = [
+            {axis.path: "each" if axis.values is None else list(axis.values) for axis in factor} for factor in arm.sweep
+        ]
+        out["sweep"] = factors
+    return out

@@ -1,0 +1,351 @@
+"""Locations: text → :class:`Site`\\ s of a tree, or what is wrong with it.
+
+    alias | alias[layers]
+    module.path.output | module.path.output[i] | module.path.input | module.path.input.NAME
+
+A segment of a module path may be ``*``, a layer (``-1`` too), or carry ``[layers]`` after its name. The root
+prefix is implied: ``model.layers.3``, ``model.model.layers.3`` and ``layers.3`` are one place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vtaps.spec import aliases
+from vtaps.spec.alias_tables import ALIASES, NOT_YET, TABLES
+from vtaps.spec.diagnostics import Diagnostic, Span, nearest
+from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, parse_layers
+from vtaps.spec.places import Refused, resolve_place
+from vtaps.spec.tree import ModelTree, Site
+
+MAX_LENGTH = 500
+
+_SEGMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[(?P<layers>[^\[\]]*)\])?")
+_ELEMENT = re.compile(r"\s*(\d{1,4})\s*")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``text`` as written; ``name`` None is ``*``, a layer number stands in ``layers`` with an empty name."""
+
+    text: str
+    name: str | None
+    layers: Layers | None = None
+
+
+@dataclass(frozen=True)
+class RawLocation:
+    """A module path, its side, and which element (of an output) or parameter (of an input) of it."""
+
+    path: tuple[Segment, ...]
+    side: str
+    element: int | str | None
+
+
+@dataclass(frozen=True)
+class AliasLocation:
+    alias: str
+    layers: Layers | None
+
+
+class Trouble(Exception):
+    """One finding, its span still open."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        valid: Iterable[str] = (),
+        near: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code, self.message, self.valid, self.near, self.note = code, message, tuple(valid), near, note
+
+    def at(self, span: Span) -> Diagnostic:
+        return Diagnostic(self.code, self.message, span, self.valid, self.near, self.note)
+
+
+def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], list[Diagnostic]]:
+    """The sites of one location in execution order, each once; empty together with the findings that refuse it.
+
+    Codes: VT201 to VT208.
+    """
+    try:
+        location = parse_location(text)
+        found = _alias_sites(tree, location) if isinstance(location, AliasLocation) else _raw(tree, location)
+    except Trouble as trouble:
+        return (), [trouble.at(span)]
+    except ExceptionGroup as group:
+        return (), [t.at(span) for t in group.exceptions if isinstance(t, Trouble)]
+    unique = {site: None for site in found}
+    return tuple(sorted(unique, key=lambda s: (s.order, s.columns or (0, 0), s.name))), []
+
+
+# Text → location ----------------------------------------------------------------------------------------------
+
+
+def parse_location(text: str) -> AliasLocation | RawLocation:
+    """Raises :class:`Trouble` (VT201, VT203)."""
+    text = text.strip()
+    if not text or len(text) > MAX_LENGTH:
+        raise Trouble("VT201", "the location is empty" if not text else "the location is too long")
+    parts = _split(text)
+    if len(parts) == 1:
+        segment = _segment(text, parts[0])
+        if not segment.name:
+            raise Trouble("VT201", f"{text!r} is neither an alias nor a module path", note=_FORMS)
+        return AliasLocation(segment.name, segment.layers)
+    if "source" in parts and not parts[-1].startswith("source"):
+        at = parts.index("source")
+        raise Trouble(
+            "VT203",
+            f"{text!r} is a place inside a forward: this version serves modules' inputs and outputs",
+            note=f"the module around it is {'.'.join(parts[:at])}",
+        )
+    path, side, element = _side(text, parts)
+    return RawLocation(tuple(_segment(text, p) for p in path), side, element)
+
+
+_FORMS = "a location is an alias (`resid_post[3]`) or a module path that ends in `.output` or `.input`"
+
+
+def _split(text: str) -> list[str]:
+    """At the dots outside brackets."""
+    parts, depth, start = [], 0, 0
+    for i, letter in enumerate(text):
+        if letter in "[]":
+            depth += 1 if letter == "[" else -1
+            if depth not in (0, 1):
+                raise Trouble("VT201", f"{text!r}: a bracket too many at column {i + 1}")
+        elif letter == "." and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    if depth:
+        raise Trouble("VT201", f"{text!r}: a bracket is not closed")
+    parts.append(text[start:])
+    return parts
+
+
+def _side(text: str, parts: list[str]) -> tuple[list[str], str, int | str | None]:
+    last = parts[-1]
+    if last == "output":
+        return parts[:-1], "output", None
+    if last.startswith("output["):
+        found = _ELEMENT.fullmatch(last[7:-1]) if last.endswith("]") else None
+        if found is None:
+            raise Trouble("VT201", f"{text!r}: `{last}` selects one element of a tuple by its number, from 0")
+        return parts[:-1], "output", int(found[1])
+    if last == "input":
+        return parts[:-1], "input", None
+    if parts[-2] == "input" and len(parts) > 2:
+        if not last.isidentifier():
+            raise Trouble(
+                "VT201", f"{text!r}: `{last}` is no parameter's name", note="as `.input.hidden_states`"
+            )
+        return parts[:-2], "input", last
+    raise Trouble(
+        "VT201",
+        f"{text!r} does not say which side of the module",
+        near=nearest(last, ("input", "output")),
+        note=_FORMS,
+    )
+
+
+def _segment(text: str, part: str) -> Segment:
+    if part == "*":
+        return Segment(part, None)
+    if re.fullmatch(r"-?\d{1,9}", part):
+        return Segment(part, "", parse_layers(part))
+    found = _SEGMENT.fullmatch(part)
+    if found is None:
+        what = f"`{part}` is no name of a module" if part else "there is nothing between two dots"
+        note = "a range of layers stands in brackets: `layers[8..12]`" if ".." in text and not part else None
+        raise Trouble(
+            "VT201",
+            f"{text!r}: {what} (column {text.find(part) + 1 if part else text.find('..') + 1})",
+            note=note,
+        )
+    if found["layers"] is None:
+        return Segment(part, found["name"])
+    try:
+        return Segment(part, found["name"], parse_layers(found["layers"]))
+    except LayerSyntaxError as fault:
+        column = text.find(part) + found.start("layers") + fault.offset + 1
+        raise Trouble(
+            "VT201",
+            f"{text!r}: {fault.message} (column {column})",
+            note="layers are `i`, `-i`, `a..b`, `*`, or a comma list",
+        ) from None
+
+
+def _select(layers: Layers, count: int, text: str) -> tuple[int, ...]:
+    try:
+        return layers.select(count)
+    except LayerRangeError as fault:
+        raise Trouble("VT204", f"{text}: {fault}") from None
+    except LayerSyntaxError as fault:
+        raise Trouble("VT201", f"{text}: {fault.message}") from None
+
+
+# Aliases ------------------------------------------------------------------------------------------------------
+
+
+def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
+    name = location.alias
+    served = aliases.names(tree)
+    if name not in served:
+        raise _unknown_alias(tree, name, served)
+    takes = aliases.layered(tree, name)
+    if takes and location.layers is None:
+        raise Trouble("VT201", f"`{name}` is a place in every layer: `{name}[3]`, `{name}[*]`")
+    if not takes and location.layers is not None:
+        raise Trouble("VT201", f"`{name}` is one place of the model: it takes no layers")
+    chosen: tuple[int | None, ...] = (None,)
+    if location.layers is not None:
+        chosen = _select(location.layers, aliases.layer_count(tree), f"`{name}`")
+    try:
+        return [aliases.site(tree, name, layer) for layer in chosen]
+    except aliases.NotInTree as fault:
+        raise Trouble("VT202", str(fault)) from None
+
+
+def _unknown_alias(tree: ModelTree, name: str, served: tuple[str, ...]) -> Trouble:
+    if not served and name in ALIASES:
+        return Trouble(
+            "VT206",
+            f"{tree.architecture} has no alias table, so `{name}` has no proved meaning here",
+            tuple(TABLES),
+            note="module paths work: `vtaps tree MODEL` lists them",
+        )
+    if name in tree.modules:
+        return Trouble("VT201", f"`{name}` is a module; say `{name}.output` or `{name}.input`")
+    note = None
+    if name in NOT_YET:
+        note = f"`{name}` is not served by this version"
+    elif name in ALIASES:
+        note = f"{tree.architecture} has no such place"
+    elif not served:
+        note = f"{tree.architecture} has no alias table: use module paths, `vtaps tree MODEL` lists them"
+    return Trouble("VT205", f"no alias is named `{name}`", served, nearest(name, served), note)
+
+
+# Module paths -------------------------------------------------------------------------------------------------
+
+
+def _raw(tree: ModelTree, location: RawLocation) -> list[Site]:
+    paths = module_paths(tree, location.path)
+    found: list[Site] = []
+    refused: dict[tuple[str, str], list[Refused]] = {}
+    for path in paths:
+        try:
+            found.append(resolve_place(tree, path, location.side, location.element))
+        except Refused as fault:
+            refused.setdefault((fault.code, re.sub(r"\.\d+(?=\.|$)", ".*", path)), []).append(fault)
+    if refused:
+        # One finding a cause: thirty layers refused alike are one.
+        raise ExceptionGroup("refused", [_together(faults) for faults in refused.values()])
+    return found
+
+
+def _together(faults: list[Refused]) -> Trouble:
+    first = faults[0]
+    more = f" (and {len(faults) - 1} more alike)" if len(faults) > 1 else ""
+    return Trouble(first.code, first.message + more, first.valid, note=first.note)
+
+
+def module_paths(tree: ModelTree, path: tuple[Segment, ...]) -> list[str]:
+    """The modules that a path names, in the model's order, under the root that it implies; raises
+    :class:`Trouble` (VT202, VT204)."""
+    text = ".".join(s.text for s in path)
+    tries: list[tuple[str, tuple[Segment, ...]]] = [("", path)]
+    if path[0].text == "model" and len(path) > 1:
+        tries.append(("", path[1:]))  # nnsight's own root is called `model`
+    failures: list[_NoMatch] = []
+    for root, segments in tries:
+        try:
+            return _walk(tree, root, segments, text)
+        except _NoMatch as fault:
+            failures.append(fault)
+    rooted: dict[str, list[str]] = {}
+    for root in _implied_roots(tree, path[0]):
+        try:
+            rooted[root] = _walk(tree, root, path, text)
+        except _NoMatch as fault:
+            failures.append(fault)
+    if len(rooted) == 1:
+        return next(iter(rooted.values()))
+    if rooted:
+        several = [paths[0] for paths in rooted.values()]
+        raise Trouble("VT202", f"`{text}` could be any of {len(several)} places", several[:8])
+    raise max(failures, key=lambda f: f.depth).trouble(text)
+
+
+def _implied_roots(tree: ModelTree, first: Segment) -> list[str]:
+    if not first.name:
+        return []
+    tail = "." + first.name
+    return [p.removesuffix(tail) for p in tree.modules if p.endswith(tail)]
+
+
+@dataclass(frozen=True)
+class _NoMatch(Exception):
+    depth: int
+    parent: str
+    segment: Segment
+    children: tuple[str, ...]
+
+    def trouble(self, text: str) -> Trouble:
+        where = f"in {self.parent}" if self.parent else "at the root"
+        name = self.segment.name or self.segment.text
+        numbers = [c for c in self.children if c.isdecimal()]
+        shown = [c for c in self.children if not c.isdecimal()]
+        if len(numbers) == 1:
+            shown.append(numbers[0])
+        elif numbers:
+            shown.append(f"{numbers[0]}..{numbers[-1]}")
+        what = (
+            f"nothing is named `{self.segment.text}` {where}" if shown else f"{self.parent} holds no modules"
+        )
+        return Trouble("VT202", f"`{text}` names nothing: {what}", shown, nearest(name, shown))
+
+
+def children(tree: ModelTree, parent: str) -> tuple[str, ...]:
+    """The names directly below a module, in the model's order."""
+    head = parent + "." if parent else ""
+    return tuple(
+        p[len(head) :] for p in tree.modules if p and p.startswith(head) and "." not in p[len(head) :]
+    )
+
+
+def _walk(tree: ModelTree, root: str, path: tuple[Segment, ...], text: str) -> list[str]:
+    here = [root]
+    for depth, segment in enumerate(path):
+        there: list[str] = []
+        for parent in here:
+            there.extend(_step(tree, parent, segment, text))
+        if not there:
+            raise _NoMatch(depth, here[0], segment, children(tree, here[0]))
+        here = there
+    return here
+
+
+def _step(tree: ModelTree, parent: str, segment: Segment, text: str) -> list[str]:
+    below = children(tree, parent) if segment.name is None or segment.layers is not None else ()
+    head = parent + "." if parent else ""
+    if segment.name is None:
+        return [head + name for name in below]
+    if segment.layers is None:
+        named = head + segment.name
+        return [named] if named in tree.modules else []
+    if segment.name:
+        parent = head + segment.name
+        if parent not in tree.modules:
+            return []
+        below, head = children(tree, parent), parent + "."
+    count = sum(name.isdecimal() for name in below)
+    if count == 0:
+        return []
+    return [f"{head}{i}" for i in _select(segment.layers, count, f"`{text}`")]

@@ -1,0 +1,83 @@
+"""Names: every one that is used is defined, every one that is defined is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from vtaps.spec.aliases import ALIASES
+from vtaps.spec.diagnostics import Diagnostic, nearest
+from vtaps.spec.document import Document, NodePath
+from vtaps.spec.spec import Spec
+
+KINDS = {
+    "vectors": "vector",
+    "taps": "tap",
+    "reads": "read",
+    "edits": "edit",
+    "overrides": "override",
+    "metrics": "metric",
+    "prompts": "prompt group",
+    "arms": "arm",
+}
+
+
+def defined(spec: Spec, section: str) -> set[str]:
+    """Names of a section, those of definitions that failed the schema too."""
+    return set(getattr(spec, section)) | {str(path[1]) for path in spec.broken if len(path) == 2 and path[0] == section}
+
+
+def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
+    """(section, name, where it is used), in no particular order."""
+    for arm in spec.arms.values():
+        for section in ("prompts", "reads", "edits", "overrides", "metrics"):
+            for i, name in enumerate(getattr(arm, section) or ()):
+                yield section, name, (*arm.where, section, i)
+        for factor in arm.sweep:
+            for axis in factor:
+                if axis.values is not None and axis.path.endswith(".vector"):
+                    for i, name in enumerate(axis.values):
+                        yield "vectors", str(name), (*axis.where, i)
+    for edit in spec.edits.values():
+        if edit.vector is not None:
+            yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")
+    for read in spec.reads.values():
+        for i, name in enumerate(read.vectors):
+            yield "vectors", name, (*read.where, "project", "vectors", i)
+    for item in (*spec.reads.values(), *spec.edits.values(), *spec.metrics.values()):
+        for rows in item.tokens.parts():
+            if rows.after is not None:
+                yield "overrides", rows.after, (*item.where, "tokens", "after")
+
+
+def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
+    used: dict[str, set[str]] = {section: set() for section in KINDS}
+    for section, name, where in uses(spec):
+        used[section].add(name)
+        names = sorted(defined(spec, section))
+        if name not in names:
+            yield Diagnostic(
+                "VT210",
+                f"no {KINDS[section]} is named {name!r}",
+                doc.at(*where),
+                tuple(names),
+                nearest(name, names),
+                None if names else f"the spec has no `{section}:`",
+            )
+    for name, tap in spec.taps.items():
+        if name in ALIASES:
+            yield Diagnostic(
+                "VT211", f"the tap {name!r} has the name of an alias", doc.key("taps", name), note="choose another name"
+            )
+        for where, text in zip(tap.wheres, tap.texts, strict=True):
+            if text in spec.taps:
+                yield Diagnostic("VT201", f"a tap cannot be made of the tap {text!r}", doc.at(*where))
+    used["taps"] = {t for item in (*spec.reads.values(), *spec.edits.values()) for t in item.at.texts}
+    if any(arm.prompts is None for arm in spec.arms.values()):
+        used["prompts"] = set(spec.prompts)
+    complete = not any(path[0] in ("arms", "edits", "reads") for path in spec.broken if path)
+    for section in ("vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts"):
+        for name in getattr(spec, section):
+            if complete and name not in used[section]:
+                yield Diagnostic(
+                    "VT212", f"the {KINDS[section]} {name!r} is never used", doc.key(section, name)
+                )

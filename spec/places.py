@@ -1,0 +1,236 @@
+"""One side of one module → :class:`Site`, or the reason why it cannot be tapped."""
+
+from __future__ import annotations
+
+import re
+
+from vtaps.spec import aliases
+from vtaps.spec.snapshot import value_text
+from vtaps.spec.tree import ROWS, Module, ModelTree, Site, Value
+
+
+class Refused(Exception):
+    def __init__(self, code: str, message: str, valid: tuple[str, ...] = (), note: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.valid, self.note = code, message, valid, note
+
+
+def resolve_place(tree: ModelTree, path: str, side: str, element: int | str | None) -> Site:
+    """The site of ``path.side`` (``element`` as written, None where left out); raises :class:`Refused`.
+
+    The place of an alias gives the alias's own site, so that one tensor is one site however it is spelled.
+    """
+    module = tree.modules[path]
+    if side == "input" and module.enter is not None:
+        element = _parameter(tree, module, element)
+    known = aliases.alias_of(tree, path, side, element)
+    # A tuple's second element is never an alias; of a tuple without a number only a lone tensor is.
+    if known is not None and not (side == "output" and element is None and _tensors(module.output) > 1):
+        site = aliases.site_or_none(tree, *known)
+        if site is not None and not (side == "output" and element == 0 and site.element is None):
+            return site
+    if module.enter is None:
+        raise _never_called(tree, module, side, element)
+    if module.calls > 1:
+        raise _shared(tree, module)
+    return _input(module, str(element)) if side == "input" else _output(tree, module, element)
+
+
+def describe(value: Value | None) -> str:
+    """``[T, 576]`` for a tensor, with its dtype where that is not a float's; else what it is instead."""
+    if value is None or value.kind in ("none", "other"):
+        return "None" if value is not None and value.kind == "none" else "no tensor"
+    if value.kind == "tuple":
+        return f"({', '.join(describe(v) for v in value.items)})"
+    shape = f"[{', '.join(str(n) for n in value.shape)}]"
+    return shape if _is_float(value) else f"{value.dtype}{shape}"
+
+
+def columns_of(value: Value | None) -> int | None:
+    """The width of ``[T, width]``; None for anything else."""
+    if value is None or value.kind != "tensor" or len(value.shape) != 2 or value.shape[0] != ROWS:
+        return None
+    width = value.shape[1]
+    return width if isinstance(width, int) else None
+
+
+def spelled(module: Module) -> tuple[str, ...]:
+    """Every place of the module that a spec can name, in raw spelling."""
+    found = [f"{module.path}.input.{name}" for name, value in module.inputs if columns_of(value)]
+    output = module.output
+    if columns_of(output):
+        found.append(f"{module.path}.output")
+    elif output is not None and output.kind == "tuple":
+        served = [i for i, value in enumerate(output.items) if columns_of(value)]
+        if _tensors(output) == 1 and served:
+            found.append(f"{module.path}.output")
+        else:
+            found.extend(f"{module.path}.output[{i}]" for i in served)
+    return tuple(found)
+
+
+def _is_float(value: Value) -> bool:
+    return bool(value.dtype) and ("float" in str(value.dtype))
+
+
+def _tensors(value: Value | None) -> int:
+    """How many tensors a tuple holds; 0 for anything else."""
+    if value is None or value.kind != "tuple":
+        return 0
+    return sum(item.kind == "tensor" for item in value.items)
+
+
+def _parameter(tree: ModelTree, module: Module, name: int | str | None) -> str:
+    inputs = dict(module.inputs)
+    if name is not None:
+        if str(name) not in inputs:
+            raise Refused(
+                "VT208",
+                f"{module.cls}.forward at {module.path} takes no `{name}`: it takes {', '.join(inputs) or 'nothing'}",
+                spelled(module),
+            )
+        return str(name)
+    if not inputs:
+        raise Refused("VT208", f"{module.cls}.forward at {module.path} takes nothing", spelled(module))
+    first = next(iter(inputs))
+    other = inputs.get("residual")
+    if first != "residual" and other is not None and other.kind == "tensor" and columns_of(inputs[first]):
+        pairs = [n for n in aliases.at_place(tree, module.path, "input", first) if _is_pair(tree, n)]
+        raise Refused(
+            "VT207",
+            f"{module.path}.input is one half of the residual stream: {module.cls} adds `{first}` and `residual` up",
+            (*pairs, f"{module.path}.input.{first}", f"{module.path}.input.residual"),
+            note=f"`{pairs[0]}` is the stream, the sum of the two" if pairs else None,
+        )
+    return first
+
+
+def _is_pair(tree: ModelTree, name: str) -> bool:
+    return name.startswith(("resid_mid", "resid_post"))
+
+
+def _input(module: Module, name: str) -> Site:
+    value = dict(module.inputs)[name]
+    where = f"{module.path}.input.{name}"
+    return _site(module, "input", name, where, _served(module, value, where))
+
+
+def _output(tree: ModelTree, module: Module, element: int | str | None) -> Site:
+    value, where = module.output, f"{module.path}.output"
+    if value is None or value.kind != "tuple":
+        if element is not None:
+            what = "a tensor" if value is not None and value.kind == "tensor" else "no tuple"
+            raise Refused(
+                "VT208", f"{where} is {what} {describe(value)}: it has no element {element}", spelled(module)
+            )
+        return _site(module, "output", None, where, _served(module, value, where))
+    tensors = [i for i, item in enumerate(value.items) if item.kind == "tensor"]
+    if element is None:
+        if len(tensors) > 1:
+            raise _pair(tree, module, tensors)
+        if not tensors:
+            raise Refused("VT208", f"{where} is {describe(value)}: it holds no tensor", spelled(module))
+        chosen = tensors[0]
+    else:
+        chosen = int(element)
+    if chosen >= len(value.items):
+        raise Refused(
+            "VT208",
+            f"{where} is a tuple of {len(value.items)}, {describe(value)}: it has no element {chosen}",
+            spelled(module),
+        )
+    # A linear layer's (tensor, None) has one name, with or without [0].
+    name = where if tensors == [chosen] else f"{where}[{chosen}]"
+    return _site(module, "output", chosen, name, _served(module, value.items[chosen], f"{where}[{chosen}]"))
+
+
+def _pair(tree: ModelTree, module: Module, tensors: list[int]) -> Refused:
+    where = f"{module.path}.output"
+    named = aliases.at_place(tree, module.path, "output", None)
+    halves = tuple(f"{where}[{i}]" for i in tensors)
+    if named and _is_pair(tree, named[0]):
+        note = f"`{named[0]}` is the stream, the sum of the two"
+    elif named:
+        note = f"`{named[0]}` is the first of them"
+    else:
+        note = "whether they add up to the stream depends on the architecture: name the one that is meant"
+    return Refused(
+        "VT207",
+        f"{where} is a tuple of {len(tensors)} tensors, {describe(module.output)}",
+        named + halves,
+        note,
+    )
+
+
+def _served(module: Module, value: Value | None, where: str) -> Value:
+    if value is None or value.kind != "tensor":
+        raise Refused("VT208", f"{where} is {describe(value)} there, not a tensor", spelled(module))
+    if columns_of(value) is None:
+        lacks = "has no row axis" if ROWS not in value.shape else "is not [rows, columns]"
+        if value.shape == (ROWS,):
+            lacks = "has no columns"
+        raise Refused("VT208", f"{where} is {value_text(value)}: it {lacks}", spelled(module))
+    return value
+
+
+def _site(module: Module, side: str, element: int | str | None, name: str, value: Value) -> Site:
+    layer = re.search(r"\.(\d+)(?:\.|$)", module.path)
+    return Site(
+        name=name,
+        module=module.path,
+        side="input" if side == "input" else "output",
+        element=element,
+        value="tensor",
+        order=(module.enter if side == "input" else module.leave) or 0,
+        layer=int(layer[1]) if layer else None,
+        width=columns_of(value),
+        editable=_is_float(value),
+    )
+
+
+def _never_called(tree: ModelTree, module: Module, side: str, element: int | str | None) -> Refused:
+    if tree.unvalued:
+        return Refused(
+            "VT208",
+            f"what {module.path} takes and gives is not known: {tree.architecture} could not be run without data",
+            note=tree.unvalued,
+        )
+    if module.same_as is not None:
+        first = tree.modules[module.same_as]
+        if first.calls > 1:
+            return _shared(tree, module)
+        return Refused(
+            "VT208",
+            f"{module.path} is the same module as {first.path}",
+            spelled(first),
+            note=f"write {first.path}",
+        )
+    below = [m for p, m in tree.modules.items() if p.startswith(module.path + ".") and m.calls == 1]
+    note = None
+    if module.cls == "ParallelLMHead":
+        note = "vLLM multiplies by its weight after the forward, for sampled rows only"
+    elif module.cls in ("ModuleList", "ModuleDict"):
+        note = "it is a container: name what it holds"
+    elif below:
+        note = "vLLM runs its forward without calling the module: name what it holds"
+    return Refused("VT208", f"{module.path} is never called as a module during a forward", (), note)
+
+
+def _shared(tree: ModelTree, module: Module) -> Refused:
+    first = tree.modules[module.same_as] if module.same_as else module
+    parent = module.path.rpartition(".")[0]
+    valid: tuple[str, ...] = ()
+    for path, other in tree.modules.items():
+        inside = path.startswith(parent + ".") and path.rpartition(".")[0] == parent
+        if inside and other.calls == 1 and any(name in ("query", "key") for name, _ in other.inputs):
+            for name, _ in other.inputs:
+                valid += aliases.at_place(tree, path, "input", name)
+            valid += spelled(other)
+    return Refused(
+        "VT208",
+        f"{module.path} is one {module.cls} for all layers, called {first.calls} times in a step",
+        valid,
+        note="a place of one layer's own is needed; the rotated q and k are what its attention takes in"
+        if valid
+        else None,
+    )

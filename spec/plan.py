@@ -1,0 +1,113 @@
+"""A spec resolved against a model: every name a definition, every location a site, every text its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vtaps.spec.prompts import ReadyPrompt
+from vtaps.spec.rows import Interval
+from vtaps.spec.spec import Arm, Edit, Metric, Override, Read, Spec
+from vtaps.spec.tree import Dimensions, Site
+
+
+@dataclass(frozen=True)
+class EditPlan:
+    """``columns`` are half-open ranges of each site's own columns, None for all of them; every site of an edit has
+    the same shape."""
+
+    edit: Edit
+    sites: tuple[Site, ...]
+    columns: tuple[Interval, ...] | None
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """``ids`` are the token ids of a lens that asks for chosen ones."""
+
+    read: Read
+    sites: tuple[Site, ...]
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class OverridePlan:
+    override: Override
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MetricPlan:
+    metric: Metric
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PointEdit:
+    """One edit at one sweep point.  Identities (``add`` 0, ``scale`` 1) are not here: they store nothing."""
+
+    edit: str
+    sites: tuple[str, ...]
+    coefficient: float | None
+    vector: str | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """``values``: sweep path → value, the typed columns of the result; ``overrides``: (name, first step)."""
+
+    values: Mapping[str, Any]
+    edits: tuple[PointEdit, ...]
+    overrides: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class ArmPlan:
+    arm: Arm
+    prompts: tuple[str, ...]
+    sampling: Mapping[str, Any]
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Statement:
+    kind: Literal["edit", "read"]
+    name: str
+
+
+@dataclass(frozen=True)
+class LocationPlan:
+    """What the block does at one site, in the order it does it."""
+
+    site: Site
+    statements: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class TreeFacts:
+    digest: str
+    architecture: str
+    vllm: str
+    dtype: str
+    dimensions: Dimensions
+    final_norm: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest."""
+
+    spec: Spec
+    tree: TreeFacts
+    mode: str
+    reason: str
+    locations: tuple[LocationPlan, ...]
+    edits: Mapping[str, EditPlan]
+    reads: Mapping[str, ReadPlan]
+    overrides: Mapping[str, OverridePlan]
+    metrics: Mapping[str, MetricPlan]
+    arms: Mapping[str, ArmPlan]
+    prompts: Mapping[str, tuple[ReadyPrompt, ...]]
+    outside: Mapping[str, str] = field(default_factory=dict)

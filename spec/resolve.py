@@ -1,0 +1,288 @@
+"""Spec + ModelTree → Plan.
+
+Everything that can be wrong is found in one pass: each stage adds its findings and leaves out what it could not
+resolve, so that one fault is reported once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vtaps.spec.aliases import final_norm
+from vtaps.spec.arms import plan_arms
+from vtaps.spec.diagnostics import Diagnostic, has_errors, nearest
+from vtaps.spec.document import Document
+from vtaps.spec.locations import locate
+from vtaps.spec.names import check_names
+from vtaps.spec.order import plan_locations
+from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
+from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
+from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.selectors import check_selectors
+from vtaps.spec.spec import At, Edit, Metric, Read, Spec
+from vtaps.spec.tokens import Tokens
+from vtaps.spec.tree import ModelTree, Site
+from vtaps.spec.vector_use import check_vectors
+
+REASON = "auto: this version serves every location with the eager engine (vLLM with enforce_eager, no CUDA graphs)"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What resolving leans on: the text, the tree, the tokenizer."""
+
+    doc: Document
+    tree: ModelTree
+    tokens: Tokens
+
+
+def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]]:
+    """The plan, or None where a finding is an error.  Reads prompt and vector files; no torch, no vLLM."""
+    doc, tree = context.doc, context.tree
+    found = list(check_names(spec, doc))
+    edits = {name: p for name, e in spec.edits.items() if (p := _edit(e, spec, context, found)) is not None}
+    reads = {name: p for name, r in spec.reads.items() if (p := _read(r, spec, context, found)) is not None}
+    overrides = _overrides(spec, context, found)
+    metrics = {name: p for name, m in spec.metrics.items() if (p := _metric(m, context, found)) is not None}
+    prompts = _prompts(spec, context, found)
+    outside = check_vectors(spec, edits, reads, doc, found)
+    for group in spec.prompts.values():
+        if group.file is not None and (digest := file_digest(doc.folder / Path(group.file.file).expanduser())):
+            outside[group.file.file] = digest
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if digest := file_digest(context.tokens.folder / name):
+            outside[f"model:{name}"] = digest
+    arms = plan_arms(spec, edits, overrides, doc, found)
+    locations = plan_locations(spec, edits, reads, arms, doc, found)
+    check_selectors(spec, arms, prompts, overrides, doc, found)
+    if has_errors(found) or spec.broken:
+        return None, found
+    facts = TreeFacts(
+        digest=tree.digest,
+        architecture=tree.architecture,
+        vllm=tree.vllm,
+        dtype=tree.dtype if spec.model.dtype == "auto" else spec.model.dtype,
+        dimensions=tree.dimensions,
+        final_norm=final_norm(tree),
+    )
+    reason = REASON if spec.engine.mode == "auto" else "asked for in the spec"
+    plan = Plan(
+        spec, facts, "eager", reason, locations, edits, reads, overrides, metrics, arms, prompts,
+        dict(sorted(outside.items())),
+    )  # fmt: skip
+    return plan, found
+
+
+def file_digest(path: Path) -> str | None:
+    """sha256 of a file's bytes, None where there is no such file."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tuple[Site, ...]:
+    """Sites in execution order, each once."""
+    out: dict[str, Site] = {}
+    for text, where in zip(at.texts, at.wheres, strict=True):
+        span = context.doc.at(*where)
+        if ("taps", text) in spec.broken:
+            continue
+        pieces = spec.taps[text].texts if text in spec.taps else (text,)
+        for piece in pieces:
+            sites, problems = locate(context.tree, piece, span)
+            if text in spec.taps:
+                at_tap = context.doc.at("taps", text)
+                problems = [_moved(p, at_tap) for p in problems]
+            elif spec.taps and (close := nearest(text, spec.taps)) is not None:
+                problems = [_with_tap(p, spec.taps, close) for p in problems]
+            found.extend(problems)
+            out.update({s.name: s for s in sites})
+    return tuple(sorted(out.values(), key=lambda s: (s.order, s.name)))
+
+
+def _moved(d: Diagnostic, span: object) -> Diagnostic:
+    return Diagnostic(d.code, d.message, span, d.valid, d.nearest, d.note)  # type: ignore[arg-type]
+
+
+def _with_tap(d: Diagnostic, taps: Mapping[str, At], close: str) -> Diagnostic:
+    if d.code not in ("VT202", "VT205"):
+        return d
+    return Diagnostic(d.code, d.message, d.span, (*sorted(taps), *d.valid), close, d.note)
+
+
+def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> EditPlan | None:
+    doc, before = context.doc, len(found)
+    sites = _sites(edit.at, spec, context, found)
+    if not sites:
+        return None
+    for site in sites:
+        if not site.editable:
+            found.append(Diagnostic("VT315", f"{site.name} can be read, not edited", doc.at(*edit.where, "at")))
+    if edit.coefficient is not None and not math.isfinite(edit.coefficient):
+        key = "by" if edit.verb == "scale" else "scale"
+        found.append(Diagnostic("VT104", f"{key} must be a finite number", doc.at(*edit.where, edit.verb, key)))
+    shapes = {(s.width, s.heads if edit.heads else None): s.name for s in sites}
+    narrowed = edit.heads is not None or edit.dims is not None
+    if len(shapes) > 1 and (narrowed or edit.vector is not None):
+        listed = ", ".join(f"{name} is {width} wide" for (width, _), name in sorted(shapes.items(), key=str))
+        found.append(
+            Diagnostic("VT301", f"the locations of {edit.name!r} differ in shape: {listed}", doc.at(*edit.where, "at"))
+        )
+    columns = _columns(edit, sites[0], doc, found) if narrowed and len(found) == before else None
+    return EditPlan(edit, sites, columns) if len(found) == before else None
+
+
+def _columns(edit: Edit, site: Site, doc: Document, found: list[Diagnostic]) -> tuple[Interval, ...] | None:
+    where = (*edit.where, edit.verb)
+    if edit.heads is not None and site.heads is None:
+        found.append(
+            Diagnostic(
+                "VT302",
+                f"{site.name} has no heads",
+                doc.at(*where, "heads"),
+                note="q, k, v, rot_q, rot_k and z have heads; `dims` narrows any location",
+            )
+        )
+        return None
+    if site.width is None:
+        found.append(
+            Diagnostic("VT303", f"the width of {site.name} is not known before the run", doc.at(*where, "dims"))
+        )
+        return None
+    blocks = [(0, site.width)]
+    if edit.heads is not None and site.heads is not None:
+        size = site.width // site.heads
+        heads = _picked(edit.heads, site.heads, f"{site.name} has heads", "VT302", doc, (*where, "heads"), found)
+        blocks = [(h * size, (h + 1) * size) for h in heads]
+    if edit.dims is not None:
+        size = blocks[0][1] - blocks[0][0] if blocks else 0
+        of = "each head has dims" if edit.heads is not None else f"{site.name} has dims"
+        dims = _picked(edit.dims, size, of, "VT303", doc, (*where, "dims"), found)
+        blocks = [(start + d, start + d + 1) for start, _ in blocks for d in dims]
+    merged: list[Interval] = []
+    for a, b in sorted(blocks):
+        if merged and merged[-1][1] == a:
+            merged[-1] = (merged[-1][0], b)
+        else:
+            merged.append((a, b))
+    return tuple(merged)
+
+
+def _picked(
+    ranges: tuple[Interval, ...], size: int, what: str, code: str, doc: Document, where: tuple[str | int, ...],
+    found: list[Diagnostic],
+) -> list[int]:  # fmt: skip
+    out: set[int] = set()
+    for i, (first, last) in enumerate(ranges):
+        a, b = (n + size if n < 0 else n for n in (first, last))
+        if not (0 <= a <= b < size):
+            text = str(first) if first == last else f"{first}..{last}"
+            found.append(Diagnostic(code, f"{what} 0 … {size - 1}, not {text}", doc.at(*where, i)))
+        else:
+            out.update(range(a, b + 1))
+    return sorted(out)
+
+
+def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> ReadPlan | None:
+    before = len(found)
+    sites = _sites(read.at, spec, context, found)
+    ids: tuple[int, ...] | None = None
+    if read.kind == "lens":
+        stray = [s for s in sites if not (s.alias or "").startswith(("resid_", "embed"))]
+        if stray:
+            found.append(
+                Diagnostic(
+                    "VT320",
+                    f"a lens reads the residual stream; {stray[0].name} is not the stream",
+                    context.doc.at(*read.where, "at"),
+                    ("embed", "resid_pre[i]", "resid_mid[i]", "resid_post[i]"),
+                )
+            )
+        elif final_norm(context.tree) is None:
+            found.append(
+                Diagnostic(
+                    "VT206",
+                    f"the final norm of {context.tree.architecture} is not known: no lens",
+                    context.doc.at(*read.where, "lens"),
+                )
+            )
+        if read.ids is not None:
+            where = (*read.where, "lens", "ids")
+            ids = tuple(_token(t, context, (*where, i), found) for i, t in enumerate(read.ids))
+        vocab = context.tree.dimensions.vocab
+        if read.top is not None and read.top > vocab:
+            found.append(
+                Diagnostic("VT104", f"the vocabulary has {vocab} tokens", context.doc.at(*read.where, "lens", "top"))
+            )
+    return ReadPlan(read, sites, ids) if sites and len(found) == before else None
+
+
+def _token(token: int | str, context: Context, where: tuple[str | int, ...], found: list[Diagnostic]) -> int:
+    span, vocab = context.doc.at(*where), context.tree.dimensions.vocab
+    if isinstance(token, int):
+        if not 0 <= token < vocab:
+            found.append(Diagnostic("VT309", f"token id {token} is not in the vocabulary (0 … {vocab - 1})", span))
+        return token
+    ids = context.tokens.ids(token)
+    if len(ids) != 1:
+        pieces = ", ".join(f"{p!r} ({i})" for p, i in zip(context.tokens.pieces(ids), ids, strict=True))
+        spaced = context.tokens.ids(" " + token)
+        close = repr(" " + token) if len(spaced) == 1 else None
+        what = f"{token!r} is {len(ids)} tokens: {pieces}" if ids else f"{token!r} is no token"
+        found.append(Diagnostic("VT309", what, span, nearest=close, note="give one token, or its id"))
+        return -1
+    return ids[0]
+
+
+def _metric(metric: Metric, context: Context, found: list[Diagnostic]) -> MetricPlan | None:
+    before = len(found)
+    single = metric.kind != "logit_diff"
+    where = (*metric.where, metric.kind)
+    ids = tuple(_token(t, context, where if single else (*where, i), found) for i, t in enumerate(metric.of))
+    if not sampled_only(metric.tokens):
+        found.append(
+            Diagnostic(
+                "VT310",
+                "a metric exists at rows that are sampled",
+                context.doc.at(*metric.where, "tokens"),
+                ("sampling", "generated", "{steps: […]}"),
+            )
+        )
+    if len(found) > before:
+        return None
+    return MetricPlan(metric, ids, tuple(context.tokens.pieces(ids)))
+
+
+def sampled_only(rows: Rows) -> bool:
+    return rows.word in ("sampling", "generated") or rows.steps is not None or rows.after is not None
+
+
+def _overrides(spec: Spec, context: Context, found: list[Diagnostic]) -> dict[str, OverridePlan]:
+    out = {}
+    vocab = context.tree.dimensions.vocab
+    for name, override in spec.overrides.items():
+        ids = override.ids if override.ids is not None else context.tokens.ids(override.text or "")
+        where = context.doc.at(*override.where, "ids" if override.ids is not None else "text")
+        over = [i for i in ids if not 0 <= i < vocab]
+        if over:
+            found.append(Diagnostic("VT314", f"token id {over[0]} is not in the vocabulary (0 … {vocab - 1})", where))
+        elif not ids:
+            found.append(Diagnostic("VT314", "the override has no tokens", where))
+        else:
+            out[name] = OverridePlan(override, tuple(ids))
+    return out
+
+
+def _prompts(spec: Spec, context: Context, found: list[Diagnostic]) -> dict[str, tuple[ReadyPrompt, ...]]:
+    encoder = Encoder(context.tokens, context.tree.dimensions.vocab)
+    out: dict[str, tuple[ReadyPrompt, ...]] = {}
+    for name, group in spec.prompts.items():
+        loaded = load_group(group, context.doc, found)
+        ready = (encoder.encode(name, p, span, found) for p, span in loaded)
+        out[name] = tuple(r for r in ready if r is not None)
+    return out

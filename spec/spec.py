@@ -1,0 +1,176 @@
+"""A spec as written, typed: every name still a name, every location still a text.
+
+``where`` fields are paths into the document, so that later stages can point at the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vtaps.spec.document import NodePath
+from vtaps.spec.rows import Interval, Rows
+
+Verb = Literal["add", "scale", "zero", "set"]
+Sees = Literal["before_edits", "after_edits"]
+ReadKind = Literal["rows", "mean", "norm", "project", "lens"]
+MetricKind = Literal["logprob", "logit_diff", "rank"]
+PromptKind = Literal["text", "chat", "ids"]
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    path: str
+    dtype: str = "auto"
+    revision: str | None = None
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineRef:
+    mode: str = "auto"
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A vector by file (safetensors or npy) or by a seeded draw; see ``vtaps.spec.vectors``."""
+
+    name: str
+    where: NodePath
+    file: str | None = None
+    tensor: str | None = None
+    row: int | None = None
+    seed: int | None = None
+    norm: float | None = None
+
+    @property
+    def random(self) -> bool:
+        return self.seed is not None
+
+
+@dataclass(frozen=True)
+class At:
+    """Locations as written, each with the place it stands at."""
+
+    texts: tuple[str, ...]
+    wheres: tuple[NodePath, ...]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """``coefficient`` is ``scale`` of ``add`` and ``set`` and ``by`` of ``scale``; None for ``zero``.
+    ``heads`` and ``dims`` are inclusive ranges, None for all."""
+
+    name: str
+    where: NodePath
+    at: At
+    tokens: Rows
+    verb: Verb
+    coefficient: float | None = None
+    vector: str | None = None
+    heads: tuple[Interval, ...] | None = None
+    dims: tuple[Interval, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    name: str
+    where: NodePath
+    at: At
+    tokens: Rows
+    kind: ReadKind = "rows"
+    sees: Sees | None = None
+    vectors: tuple[str, ...] = ()
+    top: int | None = None
+    ids: tuple[int | str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Override:
+    name: str
+    where: NodePath
+    start: int
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    where: NodePath
+    kind: MetricKind
+    of: tuple[int | str, ...]
+    tokens: Rows
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """``content``: the text, the list of ``{role, content}`` messages, or the token ids."""
+
+    id: str
+    kind: PromptKind
+    content: Any
+    where: NodePath
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    file: str
+    kind: PromptKind
+    column: str
+    id_column: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    name: str
+    where: NodePath
+    items: tuple[Prompt, ...] = ()
+    file: PromptFile | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One sweep path and its values; None values: ``each``."""
+
+    path: str
+    values: tuple[Any, ...] | None
+    where: NodePath
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``sweep`` is a product of factors; the axes of one factor run in step."""
+
+    name: str
+    where: NodePath
+    prompts: tuple[str, ...] | None = None
+    reads: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sweep: tuple[tuple[Axis, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``broken`` are the paths of definitions that did not pass the schema: names there are known, not checked."""
+
+    file: str
+    model: ModelRef
+    engine: EngineRef
+    vectors: Mapping[str, Vector]
+    taps: Mapping[str, At]
+    reads: Mapping[str, Read]
+    edits: Mapping[str, Edit]
+    overrides: Mapping[str, Override]
+    metrics: Mapping[str, Metric]
+    prompts: Mapping[str, PromptGroup]
+    arms: Mapping[str, Arm]
+    sampling: Mapping[str, Any]
+    broken: frozenset[NodePath] = frozenset()

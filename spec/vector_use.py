@@ -1,0 +1,104 @@
+"""Vectors held against the places that use them: files, tensors, widths, finite values, digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vtaps.spec.diagnostics import Diagnostic, nearest
+from vtaps.spec.document import Document, NodePath
+from vtaps.spec.plan import EditPlan, ReadPlan
+from vtaps.spec.spec import Spec, Vector
+from vtaps.spec.tree import Site
+from vtaps.spec.vectors import VectorError, file_digest, read_vector, tensors_in
+
+CODES = {
+    "missing": "VT306",
+    "unreadable": "VT306",
+    "ambiguous": "VT307",
+    "tensor": "VT307",
+    "width": "VT301",
+    "nonfinite": "VT308",
+}
+
+
+def definition(vector: Vector) -> dict[str, Any]:
+    """The vector as the lock writes it and ``read_vector`` takes it."""
+    if vector.random:
+        return {"random": {"seed": vector.seed, "norm": vector.norm}}
+    return {"file": vector.file, "tensor": vector.tensor, "row": vector.row}
+
+
+def _uses(
+    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan]
+) -> Iterator[tuple[str, Site, NodePath]]:
+    """(vector, site, where the use stands); sweeps over vectors count as uses at every site of the edit."""
+    swept: dict[str, list[tuple[str, NodePath]]] = {}
+    for arm in spec.arms.values():
+        for factor in arm.sweep:
+            for axis in factor:
+                target, _, field = axis.path.partition(".")
+                if field.endswith(".vector") and axis.values is not None:
+                    swept.setdefault(target, []).extend((str(v), (*axis.where, i)) for i, v in enumerate(axis.values))
+    for name, plan in edits.items():
+        own = [(plan.edit.vector, (*plan.edit.where, plan.edit.verb, "vector"))] if plan.edit.vector else []
+        for vector, where in own + swept.get(name, []):
+            for site in plan.sites:
+                yield vector, site, where
+    for read in reads.values():
+        for i, vector in enumerate(read.read.vectors):
+            for site in read.sites:
+                yield vector, site, (*read.read.where, "project", "vectors", i)
+
+
+def check_vectors(
+    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], doc: Document, found: list[Diagnostic]
+) -> dict[str, str]:
+    """Findings go to ``found``, one a vector and kind; returns file → digest."""
+    digests: dict[str, str] = {}
+    told: set[tuple[str, str]] = set()
+    good: set[tuple[str, int | None, int]] = set()
+
+    def tell(vector: Vector, kind: str, message: str, where: NodePath) -> None:
+        if (vector.name, kind) in told:
+            return
+        told.add((vector.name, kind))
+        at_use = kind == "width" or vector.file is None
+        span = doc.at(*where) if at_use else doc.at(*vector.where, "tensor" if kind == "tensor" else "file")
+        valid, close = _there(vector, doc) if kind in ("tensor", "ambiguous") else ((), None)
+        if kind == "missing" and vector.file is not None:
+            folder = (doc.folder / vector.file).parent
+            close = nearest((doc.folder / vector.file).name, [p.name for p in folder.iterdir()] if folder.is_dir() else [])
+        found.append(Diagnostic(CODES[kind], f"vector {vector.name!r}: {message}", span, valid, close))
+
+    for vector in spec.vectors.values():
+        if vector.file is not None:
+            try:
+                digests[vector.file] = file_digest(doc.folder / vector.file)
+            except VectorError as error:
+                tell(vector, error.kind, error.message, vector.where)
+    for name, site, where in _uses(spec, edits, reads):
+        if name not in spec.vectors:
+            continue
+        vector = spec.vectors[name]
+        if site.width is None:
+            tell(vector, "width", f"the width of {site.name} is not known before the run", where)
+            continue
+        key = (name, site.layer, site.width)
+        if key in good:
+            continue
+        try:
+            read_vector(definition(vector), doc.folder, site.layer, site.width)
+            good.add(key)
+        except VectorError as error:
+            message = error.message + (f" ({site.name})" if error.kind in ("width", "tensor") else "")
+            tell(vector, error.kind, message, where)
+    return digests
+
+
+def _there(vector: Vector, doc: Document) -> tuple[tuple[str, ...], str | None]:
+    try:
+        names = tuple(n for n in tensors_in(doc.folder / (vector.file or "")) if n)
+    except VectorError:
+        return (), None
+    return names, nearest(vector.tensor or "", names)

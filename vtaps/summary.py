@@ -1,0 +1,101 @@
+"""A plan in words: what ``vtaps check`` prints when nothing is wrong."""
+
+from __future__ import annotations
+
+from vtaps.spec.layers import render_layers
+from vtaps.spec.plan import Plan, ReadPlan
+from vtaps.spec.rows import Rows, compile_rows
+from vtaps.spec.selectors import facts_of
+from vtaps.spec.tree import Site
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def describe(plan: Plan) -> str:
+    """Requests, locations, the engine and why, and how many bytes each read will take at most."""
+    requests = sum(len(a.points) * len(plan.prompts[g]) for a in plan.arms.values() for g in a.prompts)
+    lines = [
+        f"{plan.spec.file}: ok",
+        f"  model     {plan.spec.model.path} ({plan.tree.architecture}, {plan.tree.dtype}, vLLM {plan.tree.vllm})",
+        f"  engine    {plan.mode} ({plan.reason})",
+        f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
+    ]
+    for name, edit in plan.edits.items():
+        lines.append(f"  edit      {name}: {edit.edit.verb} at {listed(edit.sites)}")
+    for name, read in plan.reads.items():
+        rows, size = read_size(plan, name, read)
+        lines.append(f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {rows} rows, {human(size)}")
+    for name, override in plan.overrides.items():
+        lines.append(f"  override  {name}: {len(override.ids)} tokens from step {override.override.start}")
+        lines += _prefill_hint(plan, name)
+    for name, metric in plan.metrics.items():
+        of = " − ".join(f"{t!r} ({i})" for t, i in zip(metric.texts, metric.ids, strict=True))
+        lines.append(f"  metric    {name}: {metric.metric.kind} of {of}")
+    return "\n".join(lines)
+
+
+def _arm(plan: Plan, name: str) -> str:
+    arm = plan.arms[name]
+    prompts = sum(len(plan.prompts[g]) for g in arm.prompts)
+    return f"{prompts} × {len(arm.points)}" if len(arm.points) > 1 else str(prompts)
+
+
+def _prefill_hint(plan: Plan, name: str) -> list[str]:
+    """An override from step 0 gives what the same text at the end of the prompt gives, for a prefill instead of a
+    decode step a token."""
+    starts = {start for a in plan.arms.values() for p in a.points for n, start in p.overrides if n == name}
+    if starts == {0}:
+        return [f"            the same text as the end of the prompt costs less than {name} from step 0"]
+    return []
+
+
+def listed(sites: tuple[Site, ...]) -> str:
+    """Sites with the layers of one alias collapsed: ``resid_post[0..29]``."""
+    layers: dict[str, list[int]] = {}
+    out: list[str] = []
+    for site in sites:
+        if site.alias is None or site.layer is None:
+            out.append(site.name)
+        else:
+            layers.setdefault(site.alias, []).append(site.layer)
+    return ", ".join([f"{alias}[{render_layers(found)}]" for alias, found in layers.items()] + out)
+
+
+def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int]:
+    """(rows, bytes) that a read can take at most over the whole run, all its sites together."""
+    rows = requests = 0
+    for arm in plan.arms.values():
+        if name not in arm.arm.reads:
+            continue
+        for point in arm.points:
+            placed = {n: (s, len(plan.overrides[n].ids)) for n, s in point.overrides}
+            for group in arm.prompts:
+                for prompt in plan.prompts[group]:
+                    own = compile_rows(without_ids(read.read.tokens), facts_of(prompt, [read.read.tokens], placed))
+                    last = len(prompt.ids) + arm.sampling["max_tokens"] - 1
+                    found = sum(max(0, min(b, last) - a) for a, b in own.intervals)
+                    rows += found * arm.sampling.get("n", 1)
+                    requests += arm.sampling.get("n", 1)
+    width = max((s.width or 0) for s in read.sites)
+    each = {
+        "rows": width * BYTES[plan.tree.dtype],
+        "norm": 4,
+        "project": 4 * len(read.read.vectors),
+        "lens": 8 * (read.read.top or len(read.ids or ())) + 4,
+        "mean": 0,
+    }[read.read.kind]
+    fixed = requests * width * 4 if read.read.kind == "mean" else 0
+    return rows * len(read.sites), (rows * each + fixed) * len(read.sites)
+
+
+def without_ids(rows: Rows) -> Rows:
+    """The selector without its filter on token ids, which only narrows it."""
+    return Rows(rows.word, rows.steps, rows.positions, rows.match, None, rows.turn, rows.skip, rows.after)
+
+
+def human(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
