@@ -67,7 +67,7 @@ def emit(plan: Plan) -> Block:
         f"structure {shape}",
         f"vllm      {VLLM_RANGE}",
     ]
-    block = nodes.call(
+    block = nodes.call_in_lines(
         "vt.Block", spec=spec_digest, tree=plan.tree.digest, structure=shape, vllm=VLLM_RANGE,
         architecture=plan.tree.architecture,
     )  # fmt: skip

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from vtaps.spec.diagnostics import Diagnostic, Span
 
+DIFF_LINES = 40
+"""How much of a diff a finding shows; ``vtaps compile`` and git show the rest."""
+
 
 def drift(files: dict[str, str], folder: Path, spec_file: str) -> list[Diagnostic]:
     """Findings where the files beside a spec are not the ones that compiling it gives.  ``files``: name → text."""
@@ -30,12 +33,13 @@ def drift(files: dict[str, str], folder: Path, spec_file: str) -> list[Diagnosti
         for file in changed:
             out.append(Diagnostic("VT402", f"{file} is not the file that {name} was compiled with", spec_span, note=fix))
         if not changed:
-            diff = difflib.unified_diff(
-                there.splitlines(), text.splitlines(), f"{name} (on disk)", f"{name} (from the spec)", lineterm="", n=1
-            )
-            first = next((i for i, (a, b) in enumerate(zip(there.splitlines(), text.splitlines(), strict=False), 1) if a != b), 1)
-            note = f"{fix}\n" + "\n".join(diff)
-            out.append(Diagnostic("VT401", f"{name} is not what {spec_file} compiles to", Span(str(path), first), note=note))
+            old, new = there.splitlines(), text.splitlines()
+            diff = list(difflib.unified_diff(old, new, f"{name} (on disk)", f"{name} (from the spec)", lineterm="", n=1))
+            if len(diff) > DIFF_LINES:
+                diff = [*diff[:DIFF_LINES], f"… {len(diff) - DIFF_LINES} more lines"]
+            at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), len(old))
+            message = f"{name} is not what {spec_file} compiles to"
+            out.append(Diagnostic("VT401", message, Span(str(path), at), note=fix, detail=tuple(diff)))
     return out
 
 

@@ -124,7 +124,7 @@ def _site(site: Site, plan: Plan) -> dict[str, Any]:
 
 def _arm(plan: ArmPlan) -> dict[str, Any]:
     return {
-        "prompts": list(plan.prompts),
+        "prompts": sorted(plan.prompts),
         "reads": list(plan.arm.reads),
         "edits": list(plan.arm.edits),
         "metrics": list(plan.arm.metrics),

@@ -35,6 +35,18 @@ def call(callee: str, *args: cst.BaseExpression, **keywords: Literal) -> cst.Cal
     return cst.Call(name(callee), [*plain, *named])
 
 
+def call_in_lines(callee: str, **keywords: Literal) -> cst.Call:
+    """A call with one keyword a line, where one line would be too long to review."""
+    inner = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace("    "))
+    outer = cst.ParenthesizedWhitespace(indent=True)
+    made = call(callee, **keywords)
+    args = [
+        a.with_changes(comma=cst.Comma(whitespace_after=inner if i + 1 < len(made.args) else outer))
+        for i, a in enumerate(made.args)
+    ]
+    return made.with_changes(args=args, whitespace_before_args=inner)
+
+
 def statement(node: cst.BaseExpression, comment: str | None = None) -> cst.SimpleStatementLine:
     lines = [comment_line(comment)] if comment else []
     return cst.SimpleStatementLine([cst.Expr(node)], leading_lines=lines)

@@ -34,8 +34,8 @@ class Rule:
 class Table:
     """``layers`` is the path of the decoder layers.
 
-    ``embed_is_stream``: the first layer is fed the embedding as it is, so that ``resid_pre[0]`` and ``embed`` are
-    one tensor; else ``resid_pre`` has a row of its own, used at layer 0 only (``resid_pre[i]`` is
+    ``embed_is_stream``: the first layer is fed the embedding as it is, so that ``resid_pre[0]`` and ``embed``
+    are one tensor; else ``resid_pre`` has a row of its own, used at layer 0 only (``resid_pre[i]`` is
     ``resid_post[i-1]``).
     """
 
@@ -69,9 +69,7 @@ _LLAMA = Table(
             f"{_L}.post_attention_layernorm.output",
             same=(f"{_M}.input.x", f"{_M}.gate_up_proj.input.input_"),
         ),
-        "attn_out": Rule(
-            f"{_A}.output", same=(f"{_A}.o_proj.output", f"{_L}.post_attention_layernorm.input.x")
-        ),
+        "attn_out": Rule(f"{_A}.output", same=(f"{_A}.o_proj.output", f"{_L}.post_attention_layernorm.input.x")),
         "mlp_out": Rule(f"{_M}.output", same=(f"{_M}.down_proj.output",)),
         "q": Rule(f"{_A}.qkv_proj.output", part="q", heads="heads"),
         "k": Rule(f"{_A}.qkv_proj.output", part="k", heads="kv_heads"),
@@ -91,17 +89,13 @@ _GEMMA = replace(
     rules=_LLAMA.rules
     | {
         "embed": Rule("model.embed_tokens.output"),
-        "resid_pre": Rule(
-            "model.layers.0.input.hidden_states", same=("model.layers.0.input_layernorm.input.x",)
-        ),
+        "resid_pre": Rule("model.layers.0.input.hidden_states", same=("model.layers.0.input_layernorm.input.x",)),
         "resid_mid": Rule(f"{_L}.pre_feedforward_layernorm.input.x", residual="residual"),
         "ln2": Rule(
             f"{_L}.pre_feedforward_layernorm.output",
             same=(f"{_M}.input.x", f"{_M}.gate_up_proj.input.input_"),
         ),
-        "attn_out": Rule(
-            f"{_L}.post_attention_layernorm.output", same=(f"{_L}.pre_feedforward_layernorm.input.x",)
-        ),
+        "attn_out": Rule(f"{_L}.post_attention_layernorm.output", same=(f"{_L}.pre_feedforward_layernorm.input.x",)),
         "mlp_out": Rule(f"{_L}.post_feedforward_layernorm.output"),
     },
 )
@@ -122,18 +116,12 @@ _GPT2 = Table(
             f"{_H}.ln_1.output",
             same=(f"{_H}.attn.input.hidden_states", f"{_H}.attn.c_attn.input.input_"),
         ),
-        "ln2": Rule(
-            f"{_H}.ln_2.output", same=(f"{_H}.mlp.input.hidden_states", f"{_H}.mlp.c_fc.input.input_")
-        ),
+        "ln2": Rule(f"{_H}.ln_2.output", same=(f"{_H}.mlp.input.hidden_states", f"{_H}.mlp.c_fc.input.input_")),
         "attn_out": Rule(f"{_H}.attn.output", same=(f"{_H}.attn.c_proj.output",)),
         "mlp_out": Rule(f"{_H}.mlp.output", same=(f"{_H}.mlp.c_proj.output",)),
         "q": Rule(f"{_H}.attn.c_attn.output", part="q", heads="heads", same=(f"{_H}.attn.attn.input.query",)),
-        "k": Rule(
-            f"{_H}.attn.c_attn.output", part="k", heads="kv_heads", same=(f"{_H}.attn.attn.input.key",)
-        ),
-        "v": Rule(
-            f"{_H}.attn.c_attn.output", part="v", heads="kv_heads", same=(f"{_H}.attn.attn.input.value",)
-        ),
+        "k": Rule(f"{_H}.attn.c_attn.output", part="k", heads="kv_heads", same=(f"{_H}.attn.attn.input.key",)),
+        "v": Rule(f"{_H}.attn.c_attn.output", part="v", heads="kv_heads", same=(f"{_H}.attn.attn.input.value",)),
         "z": Rule(f"{_H}.attn.c_proj.input.input_", heads="heads", same=(f"{_H}.attn.attn.output",)),
         "mlp_post": Rule(f"{_H}.mlp.c_proj.input.input_", same=(f"{_H}.mlp.act.output",)),
         "final_norm": Rule("transformer.ln_f.output", same=("transformer.output",)),

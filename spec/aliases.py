@@ -36,7 +36,7 @@ def final_norm(tree: ModelTree) -> str | None:
 
 
 def layer_count(tree: ModelTree) -> int:
-    """How many decoder layers the tree holds (the configuration's count is not asked: the tree is what runs)."""
+    """How many decoder layers the tree holds (not what the configuration says: the tree is what runs)."""
     table = table_of(tree)
     if table is None:
         return 0
@@ -47,7 +47,7 @@ def layer_count(tree: ModelTree) -> int:
 
 
 def site(tree: ModelTree, alias: str, layer: int | None) -> Site:
-    """The canonical site of ``alias[layer]``; ``layer`` is not negative, and None for an alias without layers.
+    """The canonical site of ``alias[layer]``; ``layer`` is not negative, None for an alias without layers.
 
     Raises :class:`NotInTree`.
     """
@@ -118,7 +118,7 @@ def _hf_index(tree: ModelTree, table: Table, alias: str, layer: int | None) -> i
 
 @lru_cache(maxsize=16)
 def _spellings(architecture: str) -> dict[str, str]:
-    """``location as tables write it → alias``. A pair's own place is left out: it names one half of the stream."""
+    """``location as tables write it → alias``. A pair's own place is left out: it names half of the stream."""
     found: dict[str, str] = {}
     for alias, rule in TABLES[architecture].rules.items():
         for text in (rule.at, *rule.same) if rule.residual is None and rule.part is None else rule.same:
@@ -126,9 +126,7 @@ def _spellings(architecture: str) -> dict[str, str]:
     return found
 
 
-def alias_of(
-    tree: ModelTree, module: str, side: str, element: int | str | None
-) -> tuple[str, int | None] | None:
+def alias_of(tree: ModelTree, module: str, side: str, element: int | str | None) -> tuple[str, int | None] | None:
     """``(alias, layer)`` where the raw place is the tensor of an alias. ``element`` of an output is None or 0
     for its tensor or first tensor, of an input the parameter's name."""
     table = table_of(tree)
@@ -146,8 +144,11 @@ def alias_of(
     return (alias, int(number)) if alias is not None and number.isdecimal() else None
 
 
-def at_place(tree: ModelTree, module: str, side: str, element: int | str | None) -> tuple[str, ...]:
-    """Every alias read at a place, pairs and column slices included, spelled as in a spec."""
+def at_place(
+    tree: ModelTree, module: str, side: str, element: int | str | None, primary: bool = False
+) -> tuple[str, ...]:
+    """Every alias read at a place, pairs and column slices included, spelled as in a spec; ``primary``: only
+    those whose own place it is, not another spelling of the same tensor."""
     table = table_of(tree)
     if table is None:
         return ()
@@ -161,7 +162,10 @@ def at_place(tree: ModelTree, module: str, side: str, element: int | str | None)
         general = text
     found: list[str] = []
     for alias, rule in table.rules.items():
-        if text in (rule.at, *rule.same) or general in (rule.at, *rule.same):
+        if primary and alias == "resid_pre":
+            continue  # another name for the stream after the layer before
+        places = (rule.at,) if primary else (rule.at, *rule.same)
+        if text in places or general in places:
             known = site_or_none(tree, alias, layer if alias == "resid_pre" or rule.layered else None)
             found.extend([known.name] if known and known.name not in found else [])
     return tuple(found)

@@ -32,7 +32,7 @@ class Diagnostic:
     """One finding.
 
     ``valid`` lists what could have stood there, ``nearest`` the closest of it, ``note`` says why or how to mend it.
-    The title and severity come from the one table of codes.
+    ``detail`` is shown as lines of its own (a diff).  The title and severity come from the one table of codes.
     """
 
     code: str
@@ -41,6 +41,7 @@ class Diagnostic:
     valid: tuple[str, ...] = ()
     nearest: str | None = None
     note: str | None = None
+    detail: tuple[str, ...] = ()
     severity: Severity = field(init=False)
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ def _on(value: Any) -> bool:
 
 
 def _not_one(value: Any) -> bool:
-    return value != 1
+    return bool(value != 1)
 
 
 # Settings that vLLM takes and this engine does not: (whether the value is one of them, why).

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 import yaml
 
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.spec import Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+from vtaps.spec.yaml import scalar
 
 
 class _Flow(dict[str, Any]):
@@ -30,7 +32,18 @@ def _line(dumper: _Dumper, data: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 
 
+def _text(dumper: _Dumper, data: str) -> yaml.Node:
+    """Plain where every reader takes it for the text it is, in double quotes elsewhere."""
+    plain = _PLAIN.fullmatch(data) is not None and scalar(data) == data and _AMBIGUOUS.fullmatch(data) is None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
+
+
+_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|-?[0-9]+\.\.-?[0-9]+")
+_AMBIGUOUS = re.compile(r"y|n|yes|no|on|off", re.IGNORECASE)
+"""Words that a YAML 1.1 reader takes for booleans."""
+
 _Dumper.add_representer(_Flow, _flow)
+_Dumper.add_representer(str, _text)
 _Dumper.add_representer(list, _line)
 
 
@@ -51,8 +64,8 @@ def expand(spec: Spec) -> dict[str, Any]:
         "engine": {"mode": spec.engine.mode, "vllm": dict(sorted(spec.engine.vllm.items()))},
         "vectors": each(spec.vectors, _vector),
         "taps": each(spec.taps, _at),
-        "reads": each(spec.reads, _read),
-        "edits": each(spec.edits, _edit),
+        "reads": each(spec.reads, read_of),
+        "edits": each(spec.edits, edit_of),
         "overrides": each(spec.overrides, _override),
         "metrics": each(spec.metrics, _metric),
         "prompts": {name: _group(group) for name, group in spec.prompts.items()},
@@ -126,10 +139,6 @@ def _at(at: At) -> Any:
     return at.texts[0] if len(at.texts) == 1 else list(at.texts)
 
 
-def _edit(edit: Edit) -> dict[str, Any]:
-    return edit_of(edit)
-
-
 def edit_of(edit: Edit) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if edit.vector is not None:
@@ -141,10 +150,6 @@ def edit_of(edit: Edit) -> dict[str, Any]:
     if edit.dims is not None:
         body["dims"] = _ranges(edit.dims)
     return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: _Flow(body)}
-
-
-def _read(read: Read) -> dict[str, Any]:
-    return read_of(read)
 
 
 def read_of(read: Read) -> dict[str, Any]:

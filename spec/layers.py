@@ -29,10 +29,7 @@ class LayerRangeError(Exception):
     def __str__(self) -> str:
         if self.count == 0:
             return f"layer {self.layer}: there are no layers"
-        return (
-            f"layer {self.layer} of {self.count}: layers are 0..{self.count - 1}, or -{self.count}..-1 "
-            "from the end"
-        )
+        return f"layer {self.layer} of {self.count}: layers are 0..{self.count - 1}, or -{self.count}..-1 from the end"
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,11 @@ class Layers:
     """The items as written, ``(first, last)``; None is ``*``."""
 
     items: tuple[tuple[int, int] | None, ...]
+
+    @property
+    def explicit(self) -> bool:
+        """Whether every layer is named; ``*`` takes what there is."""
+        return None not in self.items
 
     def select(self, count: int) -> tuple[int, ...]:
         """Ascending, each once; raises :class:`LayerRangeError`, and :class:`LayerSyntaxError` where a range

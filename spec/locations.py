@@ -69,7 +69,7 @@ class Trouble(Exception):
 
 
 def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], list[Diagnostic]]:
-    """The sites of one location in execution order, each once; empty together with the findings that refuse it.
+    """The sites of one location in execution order, each once; none where findings refuse it.
 
     Codes: VT201 to VT208.
     """
@@ -84,7 +84,7 @@ def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], li
     return tuple(sorted(unique, key=lambda s: (s.order, s.columns or (0, 0), s.name))), []
 
 
-# Text → location ----------------------------------------------------------------------------------------------
+# Text → location --------------------------------------------------------------------------------------------
 
 
 def parse_location(text: str) -> AliasLocation | RawLocation:
@@ -142,9 +142,7 @@ def _side(text: str, parts: list[str]) -> tuple[list[str], str, int | str | None
         return parts[:-1], "input", None
     if parts[-2] == "input" and len(parts) > 2:
         if not last.isidentifier():
-            raise Trouble(
-                "VT201", f"{text!r}: `{last}` is no parameter's name", note="as `.input.hidden_states`"
-            )
+            raise Trouble("VT201", f"{text!r}: `{last}` is no parameter's name", note="as `.input.hidden_states`")
         return parts[:-2], "input", last
     raise Trouble(
         "VT201",
@@ -190,7 +188,7 @@ def _select(layers: Layers, count: int, text: str) -> tuple[int, ...]:
         raise Trouble("VT201", f"{text}: {fault.message}") from None
 
 
-# Aliases ------------------------------------------------------------------------------------------------------
+# Aliases ----------------------------------------------------------------------------------------------------
 
 
 def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
@@ -232,7 +230,7 @@ def _unknown_alias(tree: ModelTree, name: str, served: tuple[str, ...]) -> Troub
     return Trouble("VT205", f"no alias is named `{name}`", served, nearest(name, served), note)
 
 
-# Module paths -------------------------------------------------------------------------------------------------
+# Module paths -----------------------------------------------------------------------------------------------
 
 
 def _raw(tree: ModelTree, location: RawLocation) -> list[Site]:
@@ -279,8 +277,18 @@ def module_paths(tree: ModelTree, path: tuple[Segment, ...]) -> list[str]:
         return next(iter(rooted.values()))
     if rooted:
         several = [paths[0] for paths in rooted.values()]
-        raise Trouble("VT202", f"`{text}` could be any of {len(several)} places", several[:8])
+        note = "name the layer or `*`: `layers.3`, `layers.*`, `layers[3..5]`"
+        raise Trouble("VT202", f"`{text}` could be any of {len(several)} places", several[:8], note=note)
     raise max(failures, key=lambda f: f.depth).trouble(text)
+
+
+def paths_of(tree: ModelTree, text: str, span: Span) -> tuple[list[str], list[Diagnostic]]:
+    """The modules that a path without a side names, or why it names none (VT201, VT202, VT204)."""
+    try:
+        path = tuple(_segment(text, part) for part in _split(text.strip()))
+        return module_paths(tree, path), []
+    except Trouble as trouble:
+        return [], [trouble.at(span)]
 
 
 def _implied_roots(tree: ModelTree, first: Segment) -> list[str]:
@@ -306,29 +314,27 @@ class _NoMatch(Exception):
             shown.append(numbers[0])
         elif numbers:
             shown.append(f"{numbers[0]}..{numbers[-1]}")
-        what = (
-            f"nothing is named `{self.segment.text}` {where}" if shown else f"{self.parent} holds no modules"
-        )
+        what = f"nothing is named `{self.segment.text}` {where}" if shown else f"{self.parent} holds no modules"
         return Trouble("VT202", f"`{text}` names nothing: {what}", shown, nearest(name, shown))
 
 
 def children(tree: ModelTree, parent: str) -> tuple[str, ...]:
     """The names directly below a module, in the model's order."""
     head = parent + "." if parent else ""
-    return tuple(
-        p[len(head) :] for p in tree.modules if p and p.startswith(head) and "." not in p[len(head) :]
-    )
+    return tuple(p[len(head) :] for p in tree.modules if p and p.startswith(head) and "." not in p[len(head) :])
 
 
 def _walk(tree: ModelTree, root: str, path: tuple[Segment, ...], text: str) -> list[str]:
     here = [root]
     for depth, segment in enumerate(path):
-        there: list[str] = []
-        for parent in here:
-            there.extend(_step(tree, parent, segment, text))
-        if not there:
+        steps = {parent: _step(tree, parent, segment, text) for parent in here}
+        lacking = [parent for parent, found in steps.items() if not found]
+        if len(lacking) == len(here):
             raise _NoMatch(depth, here[0], segment, children(tree, here[0]))
-        here = there
+        if lacking and all(s.name is not None and (s.layers is None or s.layers.explicit) for s in path):
+            # Layers that were named one by one must all have it; a `*` takes those that do.
+            raise _NoMatch(depth, lacking[0], segment, children(tree, lacking[0])).trouble(text)
+        here = [path for found in steps.values() for path in found]
     return here
 
 

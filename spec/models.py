@@ -13,8 +13,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def find_config(
     path_or_id: str, folder: Path, span: Span, revision: str | None = None
 ) -> tuple[Path | None, list[Diagnostic]]:
-    """The directory that holds ``config.json``: a directory or a file relative to ``folder`` (``~`` allowed), or
-    a hub id in the local Hugging Face cache. VT213 says what was looked at."""
+    """The directory that holds ``config.json``: a directory or a file relative to ``folder`` (``~`` allowed),
+    or a hub id in the local Hugging Face cache. VT213 says what was looked at."""
     try:
         path = folder / Path(path_or_id).expanduser()
         if path.is_file() and path.name == "config.json":

@@ -6,7 +6,7 @@ import re
 
 from vtaps.spec import aliases
 from vtaps.spec.snapshot import value_text
-from vtaps.spec.tree import ROWS, Module, ModelTree, Site, Value
+from vtaps.spec.tree import ROWS, ModelTree, Module, Site, Value
 
 
 class Refused(Exception):
@@ -24,10 +24,9 @@ def resolve_place(tree: ModelTree, path: str, side: str, element: int | str | No
     if side == "input" and module.enter is not None:
         element = _parameter(tree, module, element)
     known = aliases.alias_of(tree, path, side, element)
-    # A tuple's second element is never an alias; of a tuple without a number only a lone tensor is.
-    if known is not None and not (side == "output" and element is None and _tensors(module.output) > 1):
+    if known is not None and (side == "input" or _names_first(module.output, element)):
         site = aliases.site_or_none(tree, *known)
-        if site is not None and not (side == "output" and element == 0 and site.element is None):
+        if site is not None:
             return site
     if module.enter is None:
         raise _never_called(tree, module, side, element)
@@ -73,6 +72,13 @@ def _is_float(value: Value) -> bool:
     return bool(value.dtype) and ("float" in str(value.dtype))
 
 
+def _names_first(output: Value | None, element: int | str | None) -> bool:
+    """Whether ``element`` as written says the output's tensor, or the first of a tuple's."""
+    if output is None or output.kind != "tuple":
+        return element is None
+    return element == 0 or (element is None and _tensors(output) == 1)
+
+
 def _tensors(value: Value | None) -> int:
     """How many tensors a tuple holds; 0 for anything else."""
     if value is None or value.kind != "tuple":
@@ -86,7 +92,7 @@ def _parameter(tree: ModelTree, module: Module, name: int | str | None) -> str:
         if str(name) not in inputs:
             raise Refused(
                 "VT208",
-                f"{module.cls}.forward at {module.path} takes no `{name}`: it takes {', '.join(inputs) or 'nothing'}",
+                f"{module.path} takes no `{name}`: {module.cls}.forward takes {', '.join(inputs) or 'nothing'}",
                 spelled(module),
             )
         return str(name)
@@ -98,7 +104,7 @@ def _parameter(tree: ModelTree, module: Module, name: int | str | None) -> str:
         pairs = [n for n in aliases.at_place(tree, module.path, "input", first) if _is_pair(tree, n)]
         raise Refused(
             "VT207",
-            f"{module.path}.input is one half of the residual stream: {module.cls} adds `{first}` and `residual` up",
+            f"{module.path}.input is one half of the stream: {module.cls} adds `{first}` and `residual` up",
             (*pairs, f"{module.path}.input.{first}", f"{module.path}.input.residual"),
             note=f"`{pairs[0]}` is the stream, the sum of the two" if pairs else None,
         )
@@ -120,9 +126,7 @@ def _output(tree: ModelTree, module: Module, element: int | str | None) -> Site:
     if value is None or value.kind != "tuple":
         if element is not None:
             what = "a tensor" if value is not None and value.kind == "tensor" else "no tuple"
-            raise Refused(
-                "VT208", f"{where} is {what} {describe(value)}: it has no element {element}", spelled(module)
-            )
+            raise Refused("VT208", f"{where} is {what} {describe(value)}: it has no element {element}", spelled(module))
         return _site(module, "output", None, where, _served(module, value, where))
     tensors = [i for i, item in enumerate(value.items) if item.kind == "tensor"]
     if element is None:
@@ -192,7 +196,7 @@ def _never_called(tree: ModelTree, module: Module, side: str, element: int | str
     if tree.unvalued:
         return Refused(
             "VT208",
-            f"what {module.path} takes and gives is not known: {tree.architecture} could not be run without data",
+            f"the values of {module.path} are not known: {tree.architecture} does not run without data",
             note=tree.unvalued,
         )
     if module.same_as is not None:
@@ -223,9 +227,9 @@ def _shared(tree: ModelTree, module: Module) -> Refused:
     for path, other in tree.modules.items():
         inside = path.startswith(parent + ".") and path.rpartition(".")[0] == parent
         if inside and other.calls == 1 and any(name in ("query", "key") for name, _ in other.inputs):
-            for name, _ in other.inputs:
+            for name in ("query", "key"):
                 valid += aliases.at_place(tree, path, "input", name)
-            valid += spelled(other)
+            valid += tuple(s for s in spelled(other) if s.endswith((".query", ".key")))
     return Refused(
         "VT208",
         f"{module.path} is one {module.cls} for all layers, called {first.calls} times in a step",

@@ -49,7 +49,7 @@ def summary(diagnostics: Iterable[Diagnostic]) -> str:
     severities = [d.severity for d in diagnostics]
     parts = []
     for name in ("error", "warning", "info"):
-        if count := severities.count(name):  # type: ignore[arg-type]
+        if count := severities.count(name):
             parts.append(f"{count} {name}{'s' if count > 1 and name != 'info' else ''}")
     return ", ".join(parts) or "no findings"
 
@@ -86,6 +86,7 @@ def _block(d: Diagnostic, lines: list[str] | None, color: bool) -> str:
         out.append(f"{gutter} {paint(_BLUE, '=')} nearest: {_visible(d.nearest)}")
     if d.note:
         out.append(f"{gutter} {paint(_BLUE, '=')} note: {_visible(d.note)}")
+    out += [f"{gutter}   {_visible(line)}" for line in d.detail]
     return "\n".join(out) + "\n"
 
 
@@ -118,15 +119,14 @@ def _visible(text: str) -> str:
     """Control characters, lone surrogates and direction marks as escapes: a spec must not drive the terminal."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or unicodedata.category(c) in ("Zs", "Cn", "Co") else _escape(c) for c in text
-    )
+    return "".join(c if c.isprintable() or unicodedata.category(c) in ("Zs", "Cn", "Co") else _escape(c) for c in text)
 
 
 def _escape(char: str) -> str:
-    known = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
     code = ord(char)
-    return known.get(char) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+    if char in "\t\n\r":
+        return {"\t": "\\t", "\n": "\\n", "\r": "\\r"}[char]
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 # For machines
@@ -147,6 +147,7 @@ def _json(found: list[Diagnostic]) -> str:
             "valid": list(d.valid),
             "nearest": d.nearest,
             "note": d.note,
+            "detail": list(d.detail),
         }
         for d in found
     ]
@@ -169,7 +170,7 @@ def _long(d: Diagnostic) -> str:
     extra = [f"valid: {', '.join(d.valid)}"] if d.valid else []
     extra += [f"nearest: {d.nearest}"] if d.nearest else []
     extra += [f"note: {d.note}"] if d.note else []
-    return _printable("\n".join([d.message, *extra]))
+    return _printable("\n".join([d.message, *extra, *d.detail]))
 
 
 def _printable(text: str) -> str:

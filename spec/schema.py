@@ -30,11 +30,13 @@ from vtaps.spec.schema_words import (
 Schema = dict[str, Any]
 # What the walker understands; a test holds the schema to it, so that no keyword is passed over in silence.
 KEYWORDS = frozenset(
-    "$ref type enum const minimum maximum exclusiveMinimum minLength pattern minItems maxItems uniqueItems items "
-    "properties required additionalProperties propertyNames minProperties dependentRequired oneOf not anyOf if then"
-    .split()
+    """$ref type enum const minimum maximum exclusiveMinimum minLength pattern minItems maxItems uniqueItems items
+    properties required additionalProperties propertyNames minProperties dependentRequired oneOf not anyOf if then
+    """.split()  # noqa: SIM905
 )
-ANNOTATIONS = frozenset("$schema $defs title description examples default".split())
+ANNOTATIONS = frozenset(("$schema", "$defs", "title", "description", "examples", "default"))
+
+_MANY = 200
 
 
 def validate(doc: Document) -> list[Diagnostic]:
@@ -140,8 +142,8 @@ class _Walker:
         if len(value) < schema.get("minLength", 0):
             self._say("VT107", f"{_name(path)} is an empty text", self._doc.at(*path))
         elif "pattern" in schema and not re.search(schema["pattern"], value):
-            note = _like(schema)
-            self._say("VT104", f"{_name(path)}: {shown(value)} is not of the form asked for", self._doc.at(*path), note=note)
+            message = f"{_name(path)}: {shown(value)} is not of the form asked for"
+            self._say("VT104", message, self._doc.at(*path), note=_like(schema))
 
     # Lists and mappings
 
@@ -193,7 +195,8 @@ class _Walker:
                 if key not in skip:
                     self.walk(item, known[key], here)
             elif other is False:
-                near = close(key, missing) or close(key, known)
+                # Past some findings, the nearest name helps nobody and costs the most.
+                near = close(key, missing) or close(key, known) if len(self.found) < _MANY else None
                 typos.update([near] if near else [])
                 if not silent:
                     self._unknown(key, item, tuple(known), near, path)

@@ -81,7 +81,9 @@ def _problem(
     if rows.turn is not None and not any(role == rows.turn for p in prompts for role, _, _ in p.turns):
         roles = sorted({role for p in prompts for role, _, _ in p.turns})
         return "VT311", f"no turn has the role {rows.turn!r}; there are {', '.join(roles)}"
-    return "VT311", "the selector selects no row of any prompt"
+    lengths = sorted({len(p.ids) for p in prompts})
+    told = str(lengths[0]) if len(lengths) == 1 else f"{lengths[0]} … {lengths[-1]}"
+    return "VT311", f"it selects no row of any prompt; prompts have {told} tokens and max_tokens is {longest}"
 
 
 def _any(rows: Rows, facts: Facts, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> bool:

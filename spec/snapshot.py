@@ -1,7 +1,7 @@
 """A :class:`ModelTree` as JSON (``schemas/tree-v1.schema.json``) and back, without loss.
 
-Repeated layers are written once: ``model.layers.[0..29]`` holds the modules of a run of equal layers, and for a
-layer that differs only the modules that do. A value is one word, ``bfloat16[T,576]`` or a tuple of such.
+Repeated layers are written once: ``model.layers.[0..29]`` holds the modules of a run of equal layers, and for
+a layer that differs only the modules that do. A value is one word, ``bfloat16[T,576]`` or a tuple of such.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vtaps.spec.tree import Dimensions, Module, ModelTree, Value
+from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
 VERSION = 1
 """The version of the format; a cached snapshot of another version is rebuilt."""
@@ -31,7 +32,7 @@ class SnapshotError(ValueError):
     """The text is not a snapshot of this version."""
 
 
-# Values -------------------------------------------------------------------------------------------------------
+# Values -----------------------------------------------------------------------------------------------------
 
 
 def value_text(value: Value | None) -> str | None:
@@ -77,7 +78,7 @@ def _value_at(text: str, at: int) -> tuple[Value, int]:
     raise SnapshotError(f"not a value: {text!r}")
 
 
-# Modules ------------------------------------------------------------------------------------------------------
+# Modules ----------------------------------------------------------------------------------------------------
 
 
 def _module_json(module: Module, clock: int, prefix: str) -> dict[str, Any]:
@@ -111,8 +112,7 @@ def _module(path: str, data: dict[str, Any], clock: int, prefix: str) -> Module:
         cls=data["class"],
         parameters=tuple((name, tuple(shape)) for name, shape in data.get("weights", {}).items()),
         inputs=tuple(
-            (name, None if text is None else parse_value(text))
-            for name, text in data.get("inputs", {}).items()
+            (name, None if text is None else parse_value(text)) for name, text in data.get("inputs", {}).items()
         ),
         output=parse_value(data["output"]) if "output" in data else None,
         enter=None if enter is None else enter + clock,
@@ -122,7 +122,7 @@ def _module(path: str, data: dict[str, Any], clock: int, prefix: str) -> Module:
     )
 
 
-# Layers -------------------------------------------------------------------------------------------------------
+# Layers -----------------------------------------------------------------------------------------------------
 
 
 def ranges(numbers: list[int]) -> str:
@@ -144,7 +144,7 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-def _stacks(paths: list[str]) -> dict[int, tuple[str, list[list[str]], int]]:
+def stacks(paths: list[str]) -> dict[int, tuple[str, list[list[str]], int]]:
     """``start → (prefix, the paths of each layer, end)`` for every run of paths that is a stack of layers."""
     found: dict[int, tuple[str, list[list[str]], int]] = {}
     at = 0
@@ -171,7 +171,7 @@ def _stack_json(tree: ModelTree, prefix: str, layers: list[list[str]]) -> dict[s
     first = [tree.modules[paths[0]].enter for paths in layers]
     clocks = [n or 0 for n in first]
     step = clocks[1] - clocks[0]
-    even = all(b - a == step for a, b in zip(clocks, clocks[1:], strict=False))
+    even = all(b - a == step for a, b in pairwise(clocks))
     contents: list[dict[str, Any]] = []
     for i, paths in enumerate(layers):
         own = f"{prefix}.{i}"
@@ -209,18 +209,18 @@ def _stack(prefix: str, count: int, data: dict[str, Any]) -> Iterator[Module]:
             yield _module(own if name == "." else f"{own}.{name}", record, start, own)
 
 
-# Trees --------------------------------------------------------------------------------------------------------
+# Trees ------------------------------------------------------------------------------------------------------
 
 
 def to_json(tree: ModelTree) -> dict[str, Any]:
     """The snapshot as plain data, ``digest`` included."""
     paths = list(tree.modules)
-    stacks = _stacks(paths)
+    found = stacks(paths)
     modules: dict[str, Any] = {}
     at = 0
     while at < len(paths):
-        if at in stacks:
-            prefix, layers, at = stacks[at]
+        if at in found:
+            prefix, layers, at = found[at]
             modules[f"{prefix}.[0..{len(layers) - 1}]"] = _stack_json(tree, prefix, layers)
         else:
             modules[paths[at]] = _module_json(tree.modules[paths[at]], 0, "")

@@ -53,9 +53,7 @@ def read_vector(definition: Mapping[str, Any], folder: Path, layer: int | None, 
     with np.errstate(over="ignore"):
         vector = _row(_array(path, name), definition.get("row"), path, name).astype(np.float32)
     if vector.shape[0] != width:
-        raise VectorError(
-            "width", f"{_spelled(path, name)} is {vector.shape[0]} wide; {width} is needed here"
-        )
+        raise VectorError("width", f"{_spelled(path, name)} is {vector.shape[0]} wide; {width} is needed here")
     bad = int(np.count_nonzero(~np.isfinite(vector)))
     if bad:
         raise VectorError("nonfinite", f"{_spelled(path, name)} holds {bad} values that are not finite")

@@ -54,6 +54,7 @@ _SCALAR_TAGS: dict[str, tuple[type, ...]] = {
 }
 _KIND = {bool: "true/false", int: "a whole number", float: "a number", type(None): "empty (null)"}
 
+_UNPLACED = Span("")
 # A path while composing; a _Dropped in it hides a node that was refused but whose events must still be read.
 _Path = tuple[Any, ...]
 
@@ -195,6 +196,16 @@ class _Places:
         return line, offset - self._starts[line - 1] + 1
 
 
+def _start(event: Any) -> int:
+    offset: int = event.start_mark.index
+    return offset
+
+
+def _stop(event: Any) -> int:
+    offset: int = event.end_mark.index
+    return offset
+
+
 class _Anchor:
     """An anchored node: its path, its value once complete, and its stretch of the composer's log."""
 
@@ -239,7 +250,7 @@ class _Composer:
         return data
 
     def _span(self, event: Any, end: int | None = None) -> Span:
-        return self._places.span(event.start_mark.index, event.end_mark.index if end is None else end)
+        return self._places.span(_start(event), _stop(event) if end is None else end)
 
     def _say(self, code: str, message: str, span: Span, note: str | None = None) -> None:
         if len(self.found) < MAX_FINDINGS:
@@ -249,19 +260,19 @@ class _Composer:
         """The value of the node that ``event`` opens, and the offset of its end."""
         if len(path) > MAX_DEPTH:
             message = f"nested deeper than {MAX_DEPTH} levels"
-            raise _Refused(Diagnostic("VT006", message, self._span(event, event.start_mark.index + 1)))
+            raise _Refused(Diagnostic("VT006", message, self._span(event, _start(event) + 1)))
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(event, path, key), event.end_mark.index
+            return self._alias(event, path, key), _stop(event)
         index = len(self._log)
         anchor = _Anchor(path, index) if event.anchor else None
         if anchor:
             self._anchors[event.anchor] = anchor
-        self._log.append((path, self._span(event), key))
+        self._log.append((path, _UNPLACED, key))
         value: Any
         if isinstance(event, yaml.ScalarEvent):
-            value, end = self._scalar(event), event.end_mark.index
+            value, end = self._scalar(event), _stop(event)
             if event.style in ("|", ">"):
-                start = event.start_mark.index
+                start = _start(event)
                 end = start + len(self._source[start:end].rstrip())
         else:
             self._refuse_tag(event, "seq" if isinstance(event, yaml.SequenceStartEvent) else "map")
@@ -274,16 +285,18 @@ class _Composer:
 
     def _list(self, event: Any, path: _Path) -> tuple[list[Any], int]:
         items: list[Any] = []
-        end = event.end_mark.index
+        end = _stop(event)
+        item: Any
         while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
             value, end = self._node(item, (*path, len(items)), None)
             items.append(value)
-        return items, item.end_mark.index if event.flow_style else end
+        return items, _stop(item) if event.flow_style else end
 
     def _mapping(self, event: Any, path: _Path) -> tuple[dict[str, Any], int]:
         data: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        end = event.end_mark.index
+        end = _stop(event)
+        item: Any
         while not isinstance(item := next(self._events), yaml.MappingEndEvent):
             key, span, reported = self._key(item, path)
             dropped = key is None or key in lines
@@ -295,7 +308,7 @@ class _Composer:
             value, end = self._node(next(self._events), below, None if reported else span)
             if key is not None and not dropped:
                 data[key], lines[key] = value, span.line
-        return data, item.end_mark.index if event.flow_style else end
+        return data, _stop(item) if event.flow_style else end
 
     def _key(self, event: Any, path: _Path) -> tuple[str | None, Span, bool]:
         """The key as text, its span, and whether it was reported; None where it is no scalar."""
@@ -314,8 +327,8 @@ class _Composer:
         return written, span, True
 
     def _text(self, event: Any) -> str:
-        if event.start_mark.index in self._repaired:
-            return self._repaired[event.start_mark.index]
+        if _start(event) in self._repaired:
+            return self._repaired[_start(event)]
         text: str = event.value
         return text.translate(self._restore) if self._restore else text
 
@@ -340,7 +353,7 @@ class _Composer:
         """False, and VT008, where the node carries a tag other than ``allowed`` of the YAML core schema."""
         if event.tag is None or event.tag in {_CORE + name for name in allowed}:
             return True
-        start = event.start_mark.index
+        start = _start(event)
         written = self._source[start:].lstrip().split(None, 1)[0] if event.tag else ""
         written = re.split(r"[,\[\]{}]", written)[0] if written.startswith("!") else event.tag
         note = "a spec is plain data: tags build nothing and are refused; remove it"

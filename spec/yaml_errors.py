@@ -31,7 +31,7 @@ def unquoted_bracket(error: Any, text: str) -> tuple[int, int] | None:
 
 
 def explain(error: Any, text: str, span: _Spans, bracket: tuple[int, int] | None) -> Diagnostic:
-    """VT001, VT002 or VT008 for ``error``; ``bracket`` is what :func:`unquoted_bracket` found."""
+    """VT001, VT002, VT006 or VT008 for ``error``; ``bracket`` is what :func:`unquoted_bracket` found."""
     if bracket:
         written = text[bracket[0] : bracket[1]]
         message = f"`{written}` needs quotes here: inside {{…}} or […], YAML takes its bracket for a list"
@@ -41,6 +41,8 @@ def explain(error: Any, text: str, span: _Spans, bracket: tuple[int, int] | None
     problem, context = str(error.problem or ""), str(error.context or "")
     char = text[at : at + 1]
     here = span(at, at + 1)
+    if "nesting depth" in problem:  # libyaml scans ahead of the events that are counted
+        return Diagnostic("VT006", "nested far too deep", here)
     if "undefined tag handle" in problem or "tag" in context:
         return Diagnostic("VT008", "a tag (`!`) that is not defined", here, note="a spec is plain data: remove the tag")
     if "',' or" in problem and char in ("[", "{") and _after_text(text, at):
@@ -74,6 +76,9 @@ def _syntax(problem: str, context: str, text: str, at: int, opened: int) -> tupl
         line = text.count("\n", 0, at) + 1
         if text.count("\n", 0, opened) + 1 == line:
             return f"a `,` or `{close}` is missing before this", min(at, max(len(text) - 1, 0)), None
+        quote = _open_quote(text, opened)
+        if quote is not None:
+            return "the quote opened here is not closed on its line", quote, None
         return f"the `{bracket}` opened here is not closed before line {line}", opened, f"add the `{close}`"
     if "mapping values are not allowed" in problem:
         note = "text that holds `: ` needs quotes; a nested mapping starts on a line of its own"
@@ -102,6 +107,13 @@ def _syntax(problem: str, context: str, text: str, at: int, opened: int) -> tupl
         return "a YAML version this cannot read", at, "specs are YAML 1.2: remove the directive"
     words = ", ".join(w for w in (context, problem) if w)
     return f"not YAML: {words}", at, None
+
+
+def _open_quote(text: str, start: int) -> int | None:
+    """Where, between ``start`` and the end of its line, a double quote opens and does not close."""
+    end = text.find("\n", start)
+    quotes = [m.start() for m in re.finditer(r'(?<!\\)"', text[start : end if end >= 0 else None])]
+    return start + quotes[-1] if len(quotes) % 2 else None
 
 
 def _misplaced(char: str, at: int) -> tuple[str, int, str | None]:

@@ -26,12 +26,16 @@ def describe(plan: Plan) -> str:
         rows, size = read_size(plan, name, read)
         lines.append(f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {rows} rows, {human(size)}")
     for name, override in plan.overrides.items():
-        lines.append(f"  override  {name}: {len(override.ids)} tokens from step {override.override.start}")
+        lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")
         lines += _prefill_hint(plan, name)
     for name, metric in plan.metrics.items():
         of = " − ".join(f"{t!r} ({i})" for t, i in zip(metric.texts, metric.ids, strict=True))
         lines.append(f"  metric    {name}: {metric.metric.kind} of {of}")
     return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _arm(plan: Plan, name: str) -> str:

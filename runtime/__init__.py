@@ -1,0 +1,1 @@
+"""The block at work inside vLLM: engines, row table, harvest, results."""

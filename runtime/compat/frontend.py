@@ -1,0 +1,138 @@
+"""vLLM's offline engine as the driver uses it: build, add, step, call the workers, close."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+CPU_KV_CACHE = 512 << 20
+"""Bytes of KV cache on a CPU where nothing says otherwise: vLLM's own default takes most of the memory."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One finished child: ``logprobs`` of the tokens that stand in the text, where asked for."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[float, ...] | None
+
+
+@contextmanager
+def environment(**wanted: str) -> Iterator[None]:
+    """Set variables, and put back what was there."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def quiet() -> None:
+    """Let vLLM print warnings only, to stderr: its own default is a page of INFO lines on stdout."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+
+
+class Frontend:
+    """A vLLM engine of this process (``in_process``) or of a child, stepped by hand.
+
+    Raises whatever vLLM raises.
+    """
+
+    def __init__(self, args: Mapping[str, Any], *, in_process: bool) -> None:
+        self.in_process = in_process
+        with environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", VLLM_USE_V2_MODEL_RUNNER="0"):
+            from vllm import LLM
+
+            self.llm = LLM(**args)
+            self.engine = self.llm.llm_engine
+            self.engine.get_supported_tasks()
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        extra_args: Mapping[str, Any] | None,
+    ) -> str:
+        """Returns vLLM's own id, for :meth:`abort`.  Raises ValueError for what vLLM refuses."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **dict(sampling),
+            extra_args=None if extra_args is None else dict(extra_args),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        internal: str = self.engine.add_request(request_id, tokens_input(list(token_ids)), params)
+        return internal
+
+    def busy(self) -> bool:
+        return bool(self.engine.has_unfinished_requests())
+
+    def step(self) -> list[tuple[str, tuple[Output, ...]]]:
+        """One step; the requests that finished in it, by the id they were added under."""
+        return [
+            (output.request_id, tuple(_output(o) for o in sorted(output.outputs, key=lambda o: o.index)))
+            for output in self.engine.step()
+            if output.finished
+        ]
+
+    def abort(self, internal_ids: Sequence[str]) -> None:
+        self.engine.abort_request(list(internal_ids), internal=True)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker by name."""
+        return list(self.llm.collective_rpc(method, args=args))
+
+    def report(self) -> dict[str, Any]:
+        """What vLLM made of the arguments."""
+        config = self.engine.vllm_config
+        return {
+            "max_model_len": config.model_config.max_model_len,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,
+            "kv_cache_blocks": config.cache_config.num_gpu_blocks,
+            "kv_cache_block_size": config.cache_config.block_size,
+            "in_process": self.in_process,
+        }
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+        if self.in_process:
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            del self.llm, self.engine
+            cleanup_dist_env_and_memory()
+
+
+def _output(output: Any) -> Output:
+    ids = tuple(int(t) for t in output.token_ids)
+    logprobs = None
+    if output.logprobs is not None:
+        logprobs = tuple(float(at[t].logprob) for at, t in zip(output.logprobs, ids, strict=True))
+    return Output(int(output.index), ids, output.text, output.finish_reason or "abort", logprobs)

@@ -1,0 +1,184 @@
+"""vLLM's own module tree of a bare ``config.json``: no weights, no tokenizer, no GPU, no process group.
+
+    python -m vtaps.runtime.compat.meta_tree CONFIG_DIR OUT.json [--dtype D]
+
+runs in a process of its own, because the groups that vLLM's layers ask for are replaced by fakes here.
+The model is built on the meta device; one abstract pass (:mod:`vtaps.runtime.compat.abstract_pass`) then says
+what every module takes and gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from vtaps.runtime.trees import REASON, vllm_version
+from vtaps.spec.snapshot import write_tree
+from vtaps.spec.tree import Dimensions, ModelTree, Module
+
+
+class FakeProcessGroup:
+    """Enough of a process group for layers that ask for ``size()`` and ``rank()``."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def fake_groups() -> None:
+    """Stand-ins for vLLM's group coordinators: one rank, no ``torch.distributed`` behind them."""
+    import torch
+    from vllm.distributed import parallel_state
+
+    def group(name: str) -> Any:
+        made = object.__new__(parallel_state.GroupCoordinator)
+        made.__dict__.update(
+            unique_name=f"{name}:meta",
+            rank=0,
+            local_rank=0,
+            ranks=[0],
+            world_size=1,
+            rank_in_group=0,
+            device_index=0,
+            device=torch.device("cpu"),
+            device_group=FakeProcessGroup(),
+            cpu_group=FakeProcessGroup(),
+            use_device_communicator=False,
+            device_communicator=None,
+            mq_broadcaster=None,
+            use_custom_op_call=False,
+            use_cpu_custom_send_recv=False,
+        )
+        return made
+
+    for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_EP", "_EPLB", "_ETP"):
+        if hasattr(parallel_state, name):
+            setattr(parallel_state, name, group(name[1:].lower()))
+
+
+def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
+    """vLLM's engine configuration and the model of ``config_dir`` on the meta device."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import registry
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    # vLLM looks at a model class in a process of its own, which imports everything once more. This one is that.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    config = EngineArgs(
+        model=str(config_dir),
+        tokenizer=str(config_dir),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        dtype=dtype,
+    ).create_engine_config()
+    fake_groups()
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+    ):
+        model = initialize_model(config)
+    # Some layers name the CPU for a buffer; the abstract pass wants one device.
+    return config, model.to("meta")
+
+
+def dimensions(config: Any) -> Dimensions:
+    """Sizes of the text tower, as vLLM reads them from the configuration."""
+    model, text = config.model_config, config.model_config.hf_text_config
+    intermediate = next(
+        (
+            int(value)
+            for key in ("intermediate_size", "n_inner", "ffn_dim")
+            if isinstance(value := getattr(text, key, None), int)
+        ),
+        None,
+    )
+    hidden = int(model.get_hidden_size())
+    if intermediate is None and text.model_type == "gpt2":
+        intermediate = 4 * hidden
+    heads = int(text.num_attention_heads)
+    return Dimensions(
+        hidden=hidden,
+        layers=int(text.num_hidden_layers),
+        heads=heads,
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(model.get_head_size()),
+        intermediate=intermediate,
+        vocab=int(model.get_vocab_size()),
+    )
+
+
+def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
+    """The tree of the model that ``config_dir/config.json`` describes; raises whatever vLLM raises."""
+    from vtaps.runtime.compat.abstract_pass import record
+
+    config, model = meta_model(config_dir, dtype)
+    calls, unvalued = record(model, config)
+    first: dict[int, str] = {}
+    modules: dict[str, Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), path)
+        parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+        if known != path:
+            modules[path] = Module(path, type(module).__name__, parameters, same_as=known)
+            continue
+        call = calls.get(path)
+        modules[path] = Module(
+            path,
+            type(module).__name__,
+            parameters,
+            inputs=call.inputs if call else (),
+            output=call.output if call else None,
+            enter=call.enter if call else None,
+            leave=call.leave if call else None,
+            calls=call.calls if call else 0,
+        )
+    return ModelTree(
+        architecture=type(model).__name__,
+        model_type=str(config.model_config.hf_config.model_type),
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        vllm=vllm_version() or "unknown",
+        dimensions=dimensions(config),
+        modules=modules,
+        digest="",
+        unvalued=unvalued,
+    )
+
+
+def reason(fault: BaseException) -> str:
+    """One line for a person: the text of a validation error without its frame."""
+    errors = getattr(fault, "errors", None)
+    text = ""
+    if callable(errors):
+        try:
+            text = str(errors()[0]["msg"])
+        except (IndexError, KeyError, TypeError):
+            text = ""
+    lines = [line.strip() for line in (text or str(fault)).splitlines() if line.strip()]
+    return f"{lines[0]}" if lines else type(fault).__name__
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m vtaps.runtime.compat.meta_tree")
+    parser.add_argument("config_dir", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype", default="auto")
+    arguments = parser.parse_args(argv)
+    try:
+        write_tree(build(arguments.config_dir, arguments.dtype), arguments.out)
+    except Exception as fault:  # anything vLLM raises about a model becomes one line for the caller
+        print(REASON + reason(fault), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

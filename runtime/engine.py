@@ -1,0 +1,309 @@
+"""The driver: starts vLLM with the block in its workers, feeds it requests, brings back what they put out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vtaps.runtime.compat import version
+from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
+from vtaps.runtime.program import LockError, parse_program
+from vtaps.runtime.records import Completion, Finished, Record, Request
+from vtaps.runtime.rowtable import RequestKey
+from vtaps.runtime.session import MANIFEST, Manifest
+from vtaps.runtime.transport import unpack
+
+Sampling = Callable[[Request], Mapping[str, Any]]
+Progress = Callable[[str], None]
+
+EXTENSION = "vtaps.runtime.worker.WorkerExtension"
+
+REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enforce_eager": (lambda v: not v, "the eager engine runs without compilation"),
+    "enable_prefix_caching": (bool, "edited KV must not reach another request"),
+    "tensor_parallel_size": (lambda v: v != 1, "one worker holds the whole model here"),
+    "pipeline_parallel_size": (lambda v: v != 1, "one worker holds the whole model here"),
+    "data_parallel_size": (lambda v: v != 1, "one worker holds the whole model here"),
+    "speculative_config": (lambda v: v is not None, "rows of rejected drafts would be edited and read"),
+    "worker_extension_cls": (bool, "the block's own methods are mixed in there"),
+    "kv_transfer_config": (lambda v: v is not None, "edited KV must not reach another engine"),
+}
+
+
+class EngineError(Exception):
+    """``code`` is one of the run-time diagnostics; the message is one line."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class RequestError(EngineError):
+    """One request is refused before it is scheduled; the others go on."""
+
+    def __init__(self, code: str, message: str, key: str) -> None:
+        super().__init__(code, f"request {key}: {message}")
+        self.key = key
+
+
+def engine_arguments(lock: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """vLLM's arguments as the lock asks for them, without the block: what a plain eager engine takes.
+
+    Raises EngineError (VT503) for a setting that does not go with the eager engine.
+    """
+    model = lock["model"]
+    asked = dict(lock.get("engine", {}).get("vllm") or {})
+    for name, (wrong, reason) in REFUSED.items():
+        if name in asked and wrong(asked[name]):
+            raise EngineError("VT503", f"engine.vllm.{name}: {asked[name]!r} does not go with this engine: {reason}")
+    args: dict[str, Any] = {
+        "model": resolve_path(model["path"], folder),
+        "dtype": model.get("dtype") or "auto",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "use_tqdm_on_load": False,
+    }
+    if model.get("tokenizer"):
+        args["tokenizer"] = resolve_path(model["tokenizer"], folder)
+    if model.get("revision"):
+        args["revision"] = model["revision"]
+    args.update(asked)
+    if is_cpu() and not {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"} & asked.keys():
+        args["kv_cache_memory_bytes"] = CPU_KV_CACHE
+        # -1 is vLLM's "as long as the KV cache holds, at most the model's own".
+        args.setdefault("max_model_len", -1)
+    return args
+
+
+def resolve_path(path: str, folder: Path) -> str:
+    """A directory relative to ``folder``, or a hub id as it is."""
+    local = (folder / Path(path).expanduser()).resolve()
+    return str(local) if local.exists() else path
+
+
+def plain_engine(lock: Mapping[str, Any], lock_folder: Path, *, in_process: bool = True) -> Frontend:
+    """The same vLLM without vtaps: the reference of tests and benchmarks.  Raises EngineError."""
+    quiet()
+    return _start(engine_arguments(lock, lock_folder), in_process=in_process)
+
+
+class Engine:
+    """vLLM with a block in every worker.
+
+    ``lock``: the lock's JSON; ``lock_folder``: where its relative names start; ``manifest_dir``: a folder for the
+    files that the workers read at start.  ``progress`` hears what is being done, in words.
+
+    Raises EngineError: VT504 (unknown vLLM), VT503 (a setting), VT607 (vLLM did not start), VT601 (a worker
+    without the block).
+    """
+
+    def __init__(
+        self,
+        lock: Mapping[str, Any],
+        lock_folder: Path,
+        block_path: Path,
+        manifest_dir: Path,
+        progress: Progress | None = None,
+        in_process: bool = True,
+    ) -> None:
+        started = time.monotonic()
+        _known_vllm()
+        quiet()
+        try:
+            self.program = parse_program(lock, lock_folder)
+        except LockError as error:
+            raise EngineError("VT607", f"the lock cannot be served: {error}") from error
+        manifest_dir.mkdir(parents=True, exist_ok=True)
+        self._manifest = (manifest_dir / "manifest.json").resolve()
+        lock_path = self._manifest.with_name("lock.json")
+        lock_path.write_text(json.dumps(lock), encoding="utf-8")
+        Manifest(block_path.resolve(), lock_path, lock_folder.resolve()).write(self._manifest)
+        tell = progress or (lambda _: None)
+        tell("loading vLLM")
+        args = engine_arguments(lock, lock_folder)
+        args["worker_extension_cls"] = EXTENSION
+        args["additional_config"] = {
+            **(args.get("additional_config") or {}),
+            "vtaps": self.program.structure,
+        }
+        self._faults: Callable[[], list[str]] = lambda: []
+        with environment(**{MANIFEST: str(self._manifest)}):
+            # vLLM loads plug-ins once a process; a plain engine may have been first.
+            self._faults = _install(self._manifest)
+            tell("starting the engine")
+            self._frontend = _start(args, in_process=in_process, faults=self._faults)
+        try:
+            self.workers = self._handshake()
+        except EngineError:
+            self.close()
+            raise
+        self.report: dict[str, Any] = {
+            "vllm": (version.installed() or ("", ""))[1],
+            "mode": "eager",
+            **self._frontend.report(),
+            "locations": len(self.program.sites),
+            "start_seconds": round(time.monotonic() - started, 2),
+        }
+        tell("engine ready")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()
+
+    def _handshake(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self._call("vtaps_handshake")
+        for told in workers:
+            who = f"worker {told.get('rank', '?')}"
+            if told.get("block") != self.program.block_digest:
+                raise EngineError("VT601", f"{who} runs without the block (vLLM's plug-in of vtaps did not load)")
+            missing = set(self.program.sites) - set(told["locations"])
+            if missing:
+                raise EngineError("VT601", f"{who} has no {', '.join(sorted(missing))}")
+        if not workers:
+            raise EngineError("VT601", "no worker answered")
+        return workers
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        sampling_of: Sampling,
+        refused: Callable[[RequestError], None] | None = None,
+    ) -> Iterator[Finished]:
+        """Serve requests, in the order in which they finish; at most twice ``max_num_seqs`` are alive at once.
+
+        A request that is refused (VT603, VT606) goes to ``refused``, or is raised where there is no such callback;
+        a fault in a worker ends the run (EngineError VT603): nothing goes out unedited.
+        """
+        waiting = iter(requests)
+        window = 2 * int(self.report["max_num_seqs"])
+        live: dict[str, tuple[Request, str]] = {}
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(live) < window:
+                    request = next(waiting, None)
+                    if request is None:
+                        exhausted = True
+                        break
+                    try:
+                        if request.key in live:
+                            raise RequestError("VT606", "its key is alive already", request.key)
+                        live[request.key] = (request, self._add(request, sampling_of(request)))
+                    except RequestError as error:
+                        if refused is None:
+                            raise
+                        refused(error)
+                if not live:
+                    return
+                finished = self._guard(self._frontend.step)
+                if finished:
+                    yield from self._collect([(live.pop(key)[0], outputs) for key, outputs in finished])
+        finally:
+            if live:
+                self._give_up(live)
+
+    def _add(self, request: Request, sampling: Mapping[str, Any]) -> str:
+        asked = {
+            "key": request.key,
+            "arm": request.arm,
+            "point": request.point,
+            "matches": {text: [list(s) for s in spans] for text, spans in request.matches.items()},
+            "turns": [list(turn) for turn in request.turns],
+        }
+        try:
+            # What the worker would refuse is refused here, where it costs one request and not the engine.
+            self.program.compile(request.arm, request.point, len(request.prompt_token_ids), asked)
+            return self._frontend.add(request.key, request.prompt_token_ids, sampling, {"vtaps": asked})
+        except (LockError, ValueError, TypeError) as error:
+            raise RequestError("VT603", one_line(error), request.key) from error
+
+    def _collect(self, finished: list[tuple[Request, tuple[Output, ...]]]) -> list[Finished]:
+        wanted = [(r.key, o.index, len(o.token_ids)) for r, outputs in finished for o in outputs]
+        records: dict[RequestKey, Record] = {}
+        for payload in self._call("vtaps_collect", wanted):
+            records.update(unpack(payload))
+        return [
+            Finished(
+                request,
+                tuple(
+                    Completion(
+                        index=o.index,
+                        token_ids=o.token_ids,
+                        text=o.text,
+                        finish_reason=o.finish_reason,
+                        record=records[request.key, o.index],
+                        logprobs=o.logprobs,
+                    )
+                    for o in outputs
+                ),
+            )
+            for request, outputs in finished
+        ]
+
+    def _give_up(self, live: Mapping[str, tuple[Request, str]]) -> None:
+        try:
+            self._frontend.abort([internal for _, internal in live.values()])
+            self._frontend.call("vtaps_forget", list(live))
+        except Exception:
+            # The engine is gone already, and what ended it is on its way to the caller.
+            return
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        return self._guard(lambda: self._frontend.call(method, *args))
+
+    def _guard(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            told = self._faults()
+            raise EngineError("VT603", told[0] if told else one_line(error)) from error
+
+    def close(self) -> None:
+        """Stop the engine and its workers.  Safe to call twice."""
+        frontend: Frontend | None = self.__dict__.pop("_frontend", None)
+        if frontend is not None:
+            frontend.close()
+
+
+def _known_vllm() -> None:
+    found = version.installed()
+    if found is None:
+        raise EngineError("VT504", "vLLM is not installed; `vtaps doctor` says how to")
+    if not version.supported(found[1]):
+        raise EngineError("VT504", f"{found[0]} {found[1]} is not known; {version.SUPPORTED} is")
+
+
+def _install(manifest: Path) -> Callable[[], list[str]]:
+    from vtaps.runtime.compat import vllm_0_32
+
+    vllm_0_32.faults(manifest)
+    try:
+        vllm_0_32.install()
+    except RuntimeError as error:
+        raise EngineError("VT504", str(error)) from error
+    return lambda: vllm_0_32.faults(manifest)
+
+
+def _start(args: Mapping[str, Any], *, in_process: bool, faults: Callable[[], list[str]] = lambda: []) -> Frontend:
+    try:
+        return Frontend(args, in_process=in_process)
+    except Exception as error:
+        told = faults()
+        raise EngineError("VT607", told[0] if told else one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The reason in an exception's text: pydantic wraps it in a heading and a trailer."""
+    text = str(error).strip()
+    _, marked, reason = text.partition("Value error, ")
+    if marked:
+        text = reason.partition(" [type=")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

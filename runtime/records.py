@@ -1,0 +1,71 @@
+"""What travels between the driver, the worker and the results folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vtaps.spec.rows import Interval
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt × arm × sweep point.  ``key`` is unique in a run; ``matches`` and ``turns`` are what the prompt's
+    text decides for selectors (see ``vtaps.spec.rows.Facts``)."""
+
+    key: str
+    arm: str
+    point: int
+    group: str
+    prompt_id: str
+    prompt_token_ids: tuple[int, ...]
+    matches: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
+    turns: tuple[tuple[str, int, int], ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    prompt_text: str | None = None
+
+
+@dataclass(frozen=True)
+class ReadRows:
+    """One read at one site for one request.  ``positions`` [rows] int64, sorted; ``values`` maps a field to an
+    array whose first axis is rows: ``rows`` [rows, width]; ``norm`` [rows]; ``project`` [rows, vectors]; ``ids``,
+    ``logits`` [rows, k] and ``logsumexp`` [rows]; ``mean`` [1, width] with ``count`` [1] (positions then lists the
+    rows that went into it).  bfloat16 arrays travel as ml_dtypes-free uint16 bits with ``dtype`` saying so."""
+
+    positions: npt.NDArray[np.int64]
+    values: Mapping[str, npt.NDArray[Any]]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the worker saw of one child request.  ``fired``: edit → half-open ranges of absolute positions at which
+    it acted, one list for all its sites, and ``sites`` how many sites acted; ``overridden``: generated steps whose
+    token was replaced; ``metrics``: name → (positions, float32 values)."""
+
+    fired: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
+    reads: Mapping[tuple[str, str], ReadRows] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(default_factory=dict)
+    overridden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation; ``logprobs`` [generated] of the tokens that stand in the text, where asked for."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    record: Record
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    request: Request
+    completions: tuple[Completion, ...]

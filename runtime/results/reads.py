@@ -1,0 +1,141 @@
+"""reads/NAME/: one rows.parquet and one safetensors file a site, streamed out of the journal request by request."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from safetensors import safe_open
+
+from vtaps.runtime.results.expected import Lock
+from vtaps.runtime.results.journal import Entry, sync_folder
+from vtaps.runtime.results.tables import GROUPS, KEY, Table, utf8
+from vtaps.runtime.results.tensors import RowWriter, read_header
+
+OPEN_FILES = 128
+"""Site files that are open at once: a read of every module must not run into the limit of descriptors."""
+
+ROWS = (*KEY, *GROUPS, ("position", pa.int64()), ("step", pa.int64()))
+
+
+def site_files(sites: Iterable[str]) -> dict[str, str]:
+    """A file name for each site: ``resid_post[10]`` → ``resid_post.10.safetensors``.  Names that become one, also
+    where upper and lower case are one, are told apart by a number."""
+    out: dict[str, str] = {}
+    taken: set[str] = set()
+    for site in sites:
+        stem = base = re.sub(r"[^A-Za-z0-9_.-]+", ".", site).strip(".")[:200] or "site"
+        number = 2
+        while stem.lower() in taken:
+            stem, number = f"{base}-{number}", number + 1
+        taken.add(stem.lower())
+        out[site] = f"{stem}.safetensors"
+    return out
+
+
+def write_reads(folder: Path, lock: Lock, entries: Mapping[Path, Entry]) -> dict[str, Any]:
+    """Write every read of the run and return its description for run.json."""
+    used = dict.fromkeys(r for e in entries.values() for c in e["completions"] for r in c["reads"])
+    names = [n for n in lock["reads"] if n in used or any(n in a["reads"] for a in lock["arms"].values())]
+    if not names:
+        return {}
+    (folder / "reads").mkdir(exist_ok=True)
+    out = {name: _write_read(folder, name, lock["reads"][name], entries) for name in names}
+    sync_folder(folder / "reads")
+    return out
+
+
+def _write_read(folder: Path, name: str, read: Mapping[str, Any], entries: Mapping[Path, Entry]) -> dict[str, Any]:
+    home = folder / "reads" / name
+    home.mkdir(exist_ok=True)
+    total = 0
+    with Table(home / "rows.parquet", ROWS) as table:
+        for entry in entries.values():
+            for completion in entry["completions"]:
+                if name in completion["reads"]:
+                    total += completion["reads"][name]["rows"]
+                    for row in _coordinates(entry["request"], completion, name):
+                        table.add(row)
+    files = site_files(read["sites"])
+    layouts = _layouts(name, entries)
+    sites = list(read["sites"])
+    for start in range(0, len(sites), OPEN_FILES):
+        _write_sites(home, name, sites[start : start + OPEN_FILES], files, layouts, total, entries)
+    sync_folder(home)
+    first = layouts.get(sites[0], {}) if sites else {}
+    return {
+        "kind": read["kind"],
+        "rows": total,
+        "fields": {f: {"dtype": dtype, "shape": list(shape)} for f, (dtype, shape) in first.items()},
+        "sites": {site: os.path.join("reads", name, files[site]) for site in sites},
+    }
+
+
+def _coordinates(request: Entry, completion: Entry, name: str) -> Iterable[dict[str, Any]]:
+    read = completion["reads"][name]
+    last = len(request["prompt_token_ids"]) - 1
+    for position in read["positions"] if read["positions"] is not None else [None] * read["rows"]:
+        yield {
+            "request": utf8(request["key"]),
+            "completion": completion["index"],
+            "prompt": utf8(request["prompt"]),
+            "group": request["group"],
+            "arm": request["arm"],
+            "position": position,
+            "step": None if position is None or position < last else position - last,
+        }
+
+
+_Fields = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
+    """Site → field → (dtype, shape of a row).  Raises ValueError where two requests disagree."""
+    out: dict[str, _Fields] = {}
+    for path, entry in entries.items():
+        tensors = None
+        for completion in entry["completions"]:
+            if name not in completion["reads"]:
+                continue
+            if tensors is None:
+                _, tensors = read_header(path)
+            for site, fields in completion["reads"][name]["sites"].items():
+                layout = {f: (dtype, tensors[t].shape[1:]) for f, (t, dtype) in fields.items()}
+                if out.setdefault(site, layout) != layout:
+                    raise ValueError(
+                        f"read {name} at {site}: request {entry['request']['key']!r} holds {layout}, others {out[site]}"
+                    )
+    return out
+
+
+def _write_sites(
+    home: Path,
+    name: str,
+    sites: list[str],
+    files: Mapping[str, str],
+    layouts: Mapping[str, _Fields],
+    total: int,
+    entries: Mapping[Path, Entry],
+) -> None:
+    writers: dict[str, RowWriter] = {}
+    try:
+        for site in sites:
+            writers[site] = RowWriter(home / files[site], layouts.get(site, {}), total)
+        row = 0
+        for path, entry in entries.items():
+            reads = [c["reads"][name] for c in entry["completions"] if name in c["reads"]]
+            if not reads:
+                continue
+            with safe_open(path, framework="numpy") as arrays:
+                for read in reads:
+                    for site in sites:
+                        for field, (tensor, _) in read["sites"][site].items():
+                            writers[site].write(field, row, arrays.get_tensor(tensor))
+                    row += read["rows"]
+    finally:
+        for writer in writers.values():
+            writer.close()

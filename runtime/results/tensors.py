@@ -1,0 +1,130 @@
+"""safetensors files written row by row and read as memory maps, without holding them.
+
+The layout is the one of https://github.com/huggingface/safetensors: eight bytes of header length, a JSON header,
+then the tensors without gaps.  bfloat16 is its bits in uint16 here; NumPy has no such type.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+DTYPES: Mapping[str, str] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?",
+}  # fmt: skip
+_NAMES = {np.dtype(v): k for k, v in DTYPES.items() if k != "BF16"}
+
+
+def tensor_dtype(array: npt.NDArray[Any], said: str) -> str:
+    """The safetensors name of an array's type; ``said`` is ``ReadRows.dtype``."""
+    if said == "bfloat16" and array.dtype == np.uint16:
+        return "BF16"
+    return _NAMES[array.dtype]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where one tensor lies in a file; ``offset`` counts from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(DTYPES[self.dtype]).itemsize
+
+
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a file.  Raises ValueError where it is not a whole safetensors file."""
+    try:
+        with path.open("rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError("its header is cut off")
+            header = json.loads(f.read(length))
+            metadata = header.pop("__metadata__", {})
+            tensors = {
+                name: Tensor(t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0])
+                for name, t in header.items()
+            }
+            end = max((8 + length + t["data_offsets"][1] for t in header.values()), default=8 + length)
+            if end != size:
+                raise ValueError(f"it has {size} bytes where its header says {end}")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} is not a whole safetensors file: {e}") from e
+    return metadata, tensors
+
+
+def memory_map(path: Path, tensor: Tensor) -> npt.NDArray[Any]:
+    """A read-only view of one tensor; bfloat16 stays bits."""
+    dtype = np.dtype(DTYPES[tensor.dtype])
+    if not tensor.nbytes:
+        return np.empty(tensor.shape, dtype)
+    return np.memmap(path, dtype, "r", tensor.offset, tensor.shape)
+
+
+def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """bfloat16 bits as float32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class RowWriter:
+    """A safetensors file of known size whose rows arrive piece by piece.
+
+    ``fields`` maps a name to (safetensors dtype, shape of one row); every field has ``rows`` rows.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, tuple[str, tuple[int, ...]]], rows: int) -> None:
+        header: dict[str, Any] = {}
+        self._at: dict[str, tuple[int, int]] = {}
+        end = 0
+        # Widest first keeps every tensor aligned to its item size, as the safetensors library does.
+        for name in sorted(fields, key=lambda n: (-np.dtype(DTYPES[fields[n][0]]).itemsize, n)):
+            dtype, shape = fields[name]
+            stride = Tensor(dtype, shape, 0).nbytes
+            header[name] = {
+                "dtype": dtype,
+                "shape": [rows, *shape],
+                "data_offsets": [end, end + rows * stride],
+            }
+            self._at[name] = (end, stride)
+            end += rows * stride
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data = 8 + len(text)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            _write(self._fd, len(text).to_bytes(8, "little") + text, 0)
+            os.ftruncate(self._fd, self._data + end)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, field: str, row: int, array: npt.NDArray[Any]) -> None:
+        """Put ``array`` ``[k, …]`` at rows ``row … row+k−1`` of ``field``."""
+        start, stride = self._at[field]
+        if array.size:
+            _write(
+                self._fd, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, self._data + start + row * stride
+            )
+
+    def close(self) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done

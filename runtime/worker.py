@@ -1,0 +1,29 @@
+"""Methods that vLLM mixes into its worker: what the driver can ask of a block at work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class WorkerExtension:
+    """Named by ``worker_extension_cls``; every method is called by name through ``collective_rpc``."""
+
+    def vtaps_handshake(self) -> dict[str, Any]:
+        """What this worker serves: block digest, structure, locations installed, vLLM's version, pid, rank; without
+        a block, only the last three."""
+        from vtaps.runtime.compat.version import installed
+
+        told: dict[str, Any] = {"rank": getattr(self, "rank", 0), "vllm": (installed() or ("", ""))[1]}
+        session = getattr(self, "vtaps_session", None)
+        return {**told, **session.handshake()} if session is not None else told
+
+    def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]]) -> bytes:
+        """Records of ``(key, child, generated tokens)`` in the form of :mod:`vtaps.runtime.transport`; the worker
+        forgets them."""
+        payload: bytes = self.vtaps_session.collect([(k, c, n) for k, c, n in wanted])  # type: ignore[attr-defined]
+        return payload
+
+    def vtaps_forget(self, keys: Sequence[str]) -> None:
+        """Drop what is held of these requests and their children; unknown keys are no error."""
+        self.vtaps_session.table.forget(set(keys))  # type: ignore[attr-defined]

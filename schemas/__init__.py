@@ -1,0 +1,27 @@
+"""The versioned JSON Schemas of the spec, the lock, the tree snapshot and the run index."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+ENGINE_ARGS = "vllm-0.32-engine-args.json"
+
+
+@cache
+def load(name: str) -> dict[str, Any]:
+    """The schema file ``name``, such as ``lock-v1.schema.json``, as it stands.  Shared: do not change it."""
+    data: dict[str, Any] = json.loads(files(__name__).joinpath(name).read_text(encoding="utf-8"))
+    return data
+
+
+@cache
+def spec_schema() -> dict[str, Any]:
+    """The schema of the spec in one piece, vLLM's engine arguments included.  Shared: do not change it."""
+    text = json.dumps(load("spec-v1.schema.json")).replace(f'"{ENGINE_ARGS}"', '"#/$defs/engine_args"')
+    schema: dict[str, Any] = json.loads(text)
+    arguments = {k: v for k, v in load(ENGINE_ARGS).items() if k != "$schema"}
+    schema["$defs"]["engine_args"] = arguments
+    return schema

@@ -1,0 +1,162 @@
+"""A checked spec → a run folder: the library's side of ``vtaps run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vtaps.check import CheckResult
+from vtaps.codegen import lock as locks
+from vtaps.codegen.drift import drift
+from vtaps.compiling import Compiled, compile_plan
+from vtaps.runtime.records import Finished, Request
+from vtaps.runtime.results.folder import RunFolder
+from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
+from vtaps.spec.plan import Plan
+from vtaps.spec.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who hears about progress: ``tell`` a phase in words, ``total`` the number of requests and how many were done
+    before, ``step`` each finished one."""
+
+    tell: Callable[[str], None] = lambda text: None
+    total: Callable[[int, int], None] = lambda total, done: None
+    step: Callable[[Finished], None] = lambda finished: None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``path`` is None where nothing was run; ``findings`` hold what was wrong."""
+
+    path: Path | None
+    findings: list[Diagnostic]
+    resumed: int = 0
+    served: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.path is not None and not has_errors(self.findings)
+
+
+def requests_of(plan: Plan) -> Iterator[Request]:
+    """Every prompt × arm × sweep point, in the order of the results: group, prompt, arm, point."""
+    for group, prompts in plan.prompts.items():
+        arms = [(name, arm, _match_texts(plan, name)) for name, arm in plan.arms.items() if group in arm.prompts]
+        for prompt in prompts:
+            for name, arm, texts in arms:
+                for i in range(len(arm.points)):
+                    yield Request(
+                        key=f"{group}/{prompt.id}/{name}/{i}",
+                        arm=name,
+                        point=i,
+                        group=group,
+                        prompt_id=prompt.id,
+                        prompt_token_ids=prompt.ids,
+                        matches={t: tuple(prompt.matches(t)) for t in texts},
+                        turns=prompt.turns,
+                        columns=prompt.columns,
+                        prompt_text=prompt.text,
+                    )
+
+
+def _match_texts(plan: Plan, arm: str) -> tuple[str, ...]:
+    own = plan.arms[arm].arm
+    rows = [plan.edits[n].edit.tokens for n in own.edits]
+    rows += [plan.reads[n].read.tokens for n in own.reads]
+    rows += [plan.metrics[n].metric.tokens for n in own.metrics]
+    return tuple(sorted({p.match for r in rows for p in r.parts() if p.match is not None}))
+
+
+def with_lines(lock: dict[str, Any], plan: Plan, compiled: Compiled, line: Callable[..., int]) -> dict[str, Any]:
+    """The lock with the spec's line beside each definition and under each line of the block: where a fault at work
+    points.  Lines are not part of the lock on disk, so that a comment added to a spec changes nothing."""
+    told = {**lock, "block": {**lock["block"], "lines": {}}}
+    for section in ("edits", "reads", "overrides", "metrics"):
+        told[section] = {n: {**d, "line": line(section, n)} for n, d in lock[section].items()}
+    told["block"]["lines"] = {str(at): line(*where) for at, where in compiled.block.statements.items()}
+    return told
+
+
+def run_checked(
+    result: CheckResult, out: Path, *, overwrite: bool = False, in_process: bool = True, watch: Watch | None = None
+) -> Outcome:
+    """Compile, start the engine, serve every request that is not done yet, write the run folder."""
+    watch = watch or Watch()
+    plan, doc = result.plan, result.doc
+    if plan is None or doc is None:
+        return Outcome(None, result.diagnostics)
+    compiled, found = compile_plan(plan)
+    if compiled is None:
+        return Outcome(None, found)
+    block_name, _ = locks.names(doc.file)
+    if (doc.folder / block_name).exists():
+        found = drift(compiled.files, doc.folder, doc.file)
+        if has_errors(found):
+            return Outcome(None, found)
+    lock = with_lines(compiled.lock, plan, compiled, doc.line)
+    requests = list(requests_of(plan))
+    folder, found = RunFolder.open(
+        out,
+        lock,
+        order=[r.key for r in requests],
+        blocks={block_name: compiled.block.source},
+        overwrite=overwrite,
+    )
+    if folder is None:
+        return Outcome(None, found)
+    with folder:
+        return _serve(result, plan, compiled, lock, requests, folder, in_process, watch)
+
+
+def _serve(
+    result: CheckResult, plan: Plan, compiled: Compiled, lock: Mapping[str, Any], requests: list[Request],
+    folder: RunFolder, in_process: bool, watch: Watch,
+) -> Outcome:  # fmt: skip
+    from tempfile import TemporaryDirectory
+
+    from vtaps.runtime.engine import Engine, EngineError, RequestError
+
+    assert result.doc is not None and result.tokenizer_folder is not None
+    span = Span(result.doc.file)
+    waiting = [r for r in requests if r.key not in folder.done]
+    resumed = len(requests) - len(waiting)
+    watch.total(len(requests), resumed)
+    failed: dict[str, str] = {}
+    found: list[Diagnostic] = []
+    report: Mapping[str, Any] = {"mode": plan.mode, "requests": 0}
+
+    def refused(error: RequestError) -> None:
+        failed[error.key] = error.message
+
+    def sampling_of(request: Request) -> Mapping[str, Any]:
+        return plan.arms[request.arm].sampling
+
+    if waiting:
+        try:
+            with TemporaryDirectory(prefix="vtaps-") as scratch:
+                block = Path(scratch) / locks.names(result.doc.file)[0]
+                block.write_text(compiled.block.source, encoding="utf-8")
+                with Engine(
+                    lock, result.doc.folder, block, Path(scratch), progress=watch.tell, in_process=in_process
+                ) as engine:
+                    report = {**engine.report, "requests": len(waiting)}
+                    for finished in engine.run(waiting, sampling_of, refused):
+                        found += [d for d in folder.add(finished) if d.code != "VT604"]
+                        watch.step(finished)
+        except EngineError as error:
+            return Outcome(None, [*found, Diagnostic(error.code, error.message, span)], resumed)
+        except OSError as error:
+            reason = f"cannot write {folder.path}: {error.strerror or error}"
+            return Outcome(None, [*found, Diagnostic("VT404", reason, span)], resumed)
+    tokens = Tokens.load(result.tokenizer_folder)
+    watch.tell("writing results")
+    try:
+        findings = folder.finish(report, failed=failed, token_text=lambda i: tokens.pieces((i,))[0])
+    except OSError as error:
+        reason = f"cannot write {folder.path}: {error.strerror or error}"
+        return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)
+    return Outcome(folder.path, findings, resumed, len(waiting) - len(failed))
