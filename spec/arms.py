@@ -95,7 +95,10 @@ def _axis(
     if axis.path not in paths:
         if target in (defined(spec, "edits") - set(spec.edits)) | (defined(spec, "overrides") - set(spec.overrides)):
             return None
-        elsewhere = target in defined(spec, "edits") | defined(spec, "overrides")
+        known = defined(spec, "edits"), defined(spec, "overrides")
+        if not (set(arm.edits) <= known[0] and set(arm.overrides) <= known[1]):
+            return None  # the arm's own list is at fault, and says so
+        elsewhere = target in known[0] | known[1]
         listed = target in (*arm.edits, *arm.overrides)
         note = f"the arm {arm.name!r} does not list {target!r}" if elsewhere and not listed else None
         found.append(

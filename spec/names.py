@@ -51,10 +51,12 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
 
 def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
     used: dict[str, set[str]] = {section: set() for section in KINDS}
+    meant: set[tuple[str, str | None]] = set()
     for section, name, where in uses(spec):
         used[section].add(name)
         names = sorted(defined(spec, section))
         if name not in names:
+            meant.add((section, nearest(name, names)))
             yield Diagnostic(
                 "VT210",
                 f"no {KINDS[section]} is named {name!r}",
@@ -77,7 +79,7 @@ def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
     complete = not any(path[0] in ("arms", "edits", "reads") for path in spec.broken if path)
     for section in ("vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts"):
         for name in getattr(spec, section):
-            if complete and name not in used[section]:
+            if complete and name not in used[section] and (section, name) not in meant:
                 yield Diagnostic(
                     "VT212", f"the {KINDS[section]} {name!r} is never used", doc.key(section, name)
                 )

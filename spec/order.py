@@ -68,7 +68,7 @@ def _merged(
             disagreed.add(key)
             pairs = [(a, b, asked[(a, b)]) for a, b in zip(cycle, cycle[1:], strict=False) if (a, b) in asked]
             wants = "; ".join(f"{arm!r} has {a!r} before {b!r}" for a, b, arm in pairs)
-            last = spec.arms[pairs[-1][2]]
+            last = max((spec.arms[arm] for _, _, arm in pairs), key=lambda arm: doc.line(*arm.where))
             found.append(
                 Diagnostic("VT305", f"arms disagree about the order at {site.name}: {wants}", doc.at(*last.where, "edits"))
             )

@@ -64,6 +64,8 @@ def _from_file(
     where = doc.at(*group.where, "file")
     path = doc.folder / Path(ref.file).expanduser()
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is not a regular file")
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"

@@ -22,7 +22,7 @@ from vtaps.spec.order import plan_locations
 from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.rows import Interval, Rows
-from vtaps.spec.selectors import check_selectors
+from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
@@ -58,6 +58,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
             outside[f"model:{name}"] = digest
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
+    check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
         return None, found

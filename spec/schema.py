@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cached_property
 from typing import Any
 
 from vtaps.schemas import load
@@ -275,13 +276,16 @@ class _Walker:
             return span
         return Span(span.file, span.line, span.column, span.line, span.column + 1)
 
+    @cached_property
+    def _lines(self) -> list[str]:
+        return re.split("\r\n|\r|\n", self._doc.text)
+
     def _written(self, path: NodePath) -> str | None:
         """The value's text in the file, where it stands on one line."""
         span = self._doc.values.get(path)
         if span is None or span.line != span.end_line:
             return None
-        lines = re.split("\r\n|\r|\n", self._doc.text)
-        return lines[span.line - 1][span.column - 1 : span.end_column - 1]
+        return self._lines[span.line - 1][span.column - 1 : span.end_column - 1]
 
 
 def _types(schema: Schema) -> tuple[str, ...]:

@@ -19,6 +19,19 @@ def facts_of(prompt: ReadyPrompt, rows: list[Rows], overrides: Mapping[str, tupl
     return Facts(len(prompt.ids), {t: prompt.matches(t) for t in sorted(texts)}, prompt.turns, overrides)
 
 
+def check_ranges(spec: Spec, doc: Document, found: list[Diagnostic]) -> None:
+    """Ranges that run backwards select nothing, whatever the prompt: a fault even where others select something."""
+    for item in (*spec.edits.values(), *spec.reads.values(), *spec.metrics.values()):
+        where: NodePath = (*item.where, "tokens")
+        for part in item.tokens.parts():
+            for form in ("steps", "positions"):
+                for i, (first, last) in enumerate(getattr(part, form) or ()):
+                    if first > last and (first < 0) == (last < 0):
+                        text = f"{first}..{last} runs backwards: it holds nothing"
+                        found.append(Diagnostic("VT104", text, doc.at(*where, form, i), nearest=f"{last}..{first}"))
+            where = (*where, "except")
+
+
 def check_selectors(
     spec: Spec, arms: Mapping[str, ArmPlan], prompts: Mapping[str, tuple[ReadyPrompt, ...]],
     overrides: Mapping[str, OverridePlan], doc: Document, found: list[Diagnostic],

@@ -118,6 +118,8 @@ def file_digest(path: Path) -> str:
 def _must_be_file(path: Path) -> None:
     if path.is_dir():
         raise VectorError("unreadable", f"{path.name} is a directory")
+    if path.exists() and not path.is_file():
+        raise VectorError("unreadable", f"{path.name} is not a regular file")
     if not path.exists():
         raise VectorError("missing", f"there is no file {path.name}")
     try:

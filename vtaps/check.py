@@ -19,6 +19,9 @@ from vtaps.spec.tokens import TokenizerError, Tokens
 from vtaps.spec.tree import ModelTree
 from vtaps.spec.yaml import load
 
+SHOWN_BYTES = 16 * 2**20
+"""The largest file whose lines findings quote."""
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -95,7 +98,8 @@ def _texts(doc: Document | None, found: list[Diagnostic]) -> dict[str, str]:
             continue
         path = Path(d.span.file) if doc is None else doc.folder / d.span.file
         try:
-            texts[d.span.file] = path.read_text(encoding="utf-8")
+            if path.is_file() and path.stat().st_size <= SHOWN_BYTES:
+                texts[d.span.file] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, ValueError):
             continue
     return texts

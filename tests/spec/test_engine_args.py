@@ -1,0 +1,110 @@
+"""Engine arguments: names, types, what is refused, and that the table is the one vLLM has."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vtaps.schemas import ENGINE_ARGS, load
+from vtaps.spec.engine_args import OWNED, REFUSED, check
+from vtaps.spec.yaml import loads
+
+ROOT = Path(__file__).parents[2]
+
+
+def findings(text: str) -> list[Any]:
+    doc, found = loads(f"engine:\n  vllm: {{{text}}}\n", "f.yaml", Path("."))
+    assert doc is not None and not found
+    return check(doc, ("engine", "vllm"), doc.data["engine"]["vllm"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_model_len: 512",
+        "max_model_len: ~",
+        "gpu_memory_utilization: 1",
+        "gpu_memory_utilization: 0.5",
+        "load_format: dummy",
+        "hf_overrides: {num_hidden_layers: 2}",
+        "cudagraph_capture_sizes: [1, 2]",
+        "tensor_parallel_size: 1",
+        "enable_prefix_caching: false",
+        "enable_prefix_caching: ~",
+        "async_scheduling: false",
+        "speculative_config: ~",
+        "optimization_level: 2",
+        "attention_backend: flash_attn",
+        "tokenizer_mode: mine",
+        "distributed_executor_backend: uni",
+    ],
+)
+def test_accepted(text: str) -> None:
+    assert findings(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("max_model_length: 512", "VT501", "max_model_length"),
+        ("_api_process_rank: 1", "VT501", "_api_process_rank"),
+        ('max_model_len: "512"', "VT502", "a whole number or null, found the text"),
+        ("max_model_len: 1e3", "VT502", "found the number 1000.0"),
+        ("trust_remote_code: yes", "VT502", "true or false"),
+        ("trust_remote_code: 1", "VT502", "true or false"),
+        ("max_num_seqs: true", "VT502", "found true"),
+        ("compilation_config: 3", "VT502", "a mapping"),
+        ("kv_cache_dtype: fp16", "VT502", "none of vLLM's choices"),
+        ("max_lora_rank: 7", "VT502", "none of vLLM's choices"),
+        ("enable_prefix_caching: true", "VT503", "enable_prefix_caching: true is not served"),
+        ("speculative_config: {method: ngram}", "VT503", "not served"),
+        ("tensor_parallel_size: 2", "VT503", "not served"),
+        ("pipeline_parallel_size: 4", "VT503", "not served"),
+        ("data_parallel_size: 0", "VT503", "not served"),
+        ("enable_lora: true", "VT503", "not served"),
+        ("async_scheduling: true", "VT503", "not served"),
+        ("runner: pooling", "VT503", "not served"),
+    ],
+)
+def test_refused(text: str, code: str, words: str) -> None:
+    (d,) = findings(text)
+    assert d.code == code
+    assert words in d.message
+
+
+def test_prefix_caching_says_why() -> None:
+    assert "the eager engine keeps the prefix cache off" in findings("enable_prefix_caching: true")[0].note
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_what_vtaps_sets_is_refused_whatever_the_value(name: str) -> None:
+    (d,) = findings(f"{name}: 1")
+    assert d.code == "VT503" and name in d.message and d.note == OWNED[name]
+    assert (d.span.line, d.span.column) == (2, 10)
+
+
+def test_all_at_once_and_the_nearest_name() -> None:
+    found = findings("max-num-seqs: 1, dtpe: x, seed: x")
+    assert [(d.code, d.nearest) for d in found] == [("VT501", "max_num_seqs"), ("VT501", None), ("VT502", None)]
+
+
+def test_every_rule_is_about_an_argument_that_vllm_has() -> None:
+    known = load(ENGINE_ARGS)["properties"]
+    assert set(OWNED) | set(REFUSED) <= set(known)
+    assert len(known) > 200
+    # vLLM's own defaults are served
+    for name, (refused, _) in REFUSED.items():
+        default = known[name].get("default")
+        assert default is None or not refused(default), name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_the_table_is_what_the_installed_vllm_gives() -> None:
+    command = [sys.executable, "-m", "vtaps.runtime.compat.engine_args", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
