@@ -160,10 +160,7 @@ def stacks(paths: list[str]) -> dict[int, tuple[str, list[list[str]], int]]:
             at += 1
         if head and len(layers) > 1:
             found[start] = (head[1], layers, at)
-        elif at == start or not layers:
-            at = start + 1
-        else:
-            at = max(at, start + 1)
+        at = max(at, start + 1)
     return found
 
 

@@ -70,7 +70,7 @@ CASES = [
     Hostile("an arm naming nothing", "VT210", "stear", ("edits: [steer, half]", "edits: [stear, half]")),
     Hostile("heads on a location without heads", "VT302", "[0]", ("{by: 0.5}", "{by: 0.5, heads: [0]}")),
     Hostile("a read of an edited location without sees", "VT304", "stream", (", sees: after_edits", "")),
-    Hostile("arms whose edits disagree in order", "VT305", "[half, steer]", ("base: {reads", "base: {edits: [half, steer], reads")),
+    Hostile("arms whose edits disagree in order", "VT305", "[steer, half]", ("base: {reads", "base: {edits: [half, steer], reads")),
     Hostile("a sweep path that names nothing", "VT215", "steer.add.scales", ("steer.add.scale:", "steer.add.scales:")),
     Hostile("a missing model", "VT213", "MODEL/smolm2", ("MODEL/smollm2", "MODEL/smolm2")),
     Hostile("a hub id that is not on the machine", "VT213", "nobody/nothing", ("MODEL/smollm2", "nobody/nothing")),
