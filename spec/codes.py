@@ -61,7 +61,6 @@ CODES: dict[str, Code] = {
     "VT312": Code("a prompt file cannot be used"),
     "VT313": Code("duplicate prompt id"),
     "VT314": Code("an override does not fit"),
-    "VT315": Code("the location cannot be edited"),
     "VT316": Code("a prompt does not fit"),
     "VT317": Code("no chat template"),
     "VT318": Code("the sweep does not fit"),

@@ -123,7 +123,7 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
         return None
     for site in sites:
         if not site.editable:
-            found.append(Diagnostic("VT315", f"{site.name} can be read, not edited", doc.at(*edit.where, "at")))
+            found.append(Diagnostic("VT208", f"{site.name} holds no floating-point rows: it can be read, not edited", doc.at(*edit.where, "at")))
     if edit.coefficient is not None and not math.isfinite(edit.coefficient):
         key = "by" if edit.verb == "scale" else "scale"
         found.append(Diagnostic("VT104", f"{key} must be a finite number", doc.at(*edit.where, edit.verb, key)))

@@ -7,7 +7,6 @@ Hugging Face modules, written down per family below.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,17 @@ pytestmark = pytest.mark.engine
 TREES = Path(__file__).parent.parent / "data" / "trees"
 PROMPT = [7 + (i * 37) % 250 for i in range(24)]  # longer than the sliding windows of 16
 LAYERS = 4
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",  # plain vLLM: no plug-in, ours included
+}
 TOLERANCE = 2e-5
 """Of the largest value at the place; float32 against float32 with other kernels."""
 
 
 def engine(folder: Path) -> Any:
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="")
     from vllm import LLM
 
     return LLM(
@@ -196,6 +200,9 @@ def run(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelTree, Any, A
     """The family, its tree, and what the hooks kept: copies, and the tensors themselves."""
     family = request.param
     tree = read_tree(TREES / f"{family}.json")
+    environment = pytest.MonkeyPatch()
+    for name, value in ENVIRONMENT.items():
+        environment.setenv(name, value)
     llm = engine(tiny(family))
     places = {(site.module, site.side) for _, _, site in wanted(tree)} | {
         (p[0], p[1]) for _, _, spelled in spellings(tree) for p in spelled
@@ -213,6 +220,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelTree, Any, A
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
+    environment.undo()
 
 
 def spellings(tree: ModelTree) -> list[tuple[str, int, list[tuple[str, str, int | str | None]]]]:

@@ -1,0 +1,236 @@
+"""The eager engine where vLLM makes it hard: chunked prefill, preemption, another process, faults, bad starts."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from tests.engine.eager_case import (  # noqa: E402
+    LAYERS,
+    SITES,
+    arm,
+    by_key,
+    hugging_face,
+    reference,
+    request,
+    tiny_llama,
+    use,
+    write_case,
+)
+from vtaps.runtime.engine import Engine, EngineError  # noqa: E402
+from vtaps.spec.vectors import draw  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+STREAMS = [f"resid_post[{i}]" for i in range(LAYERS)]
+MID = "resid_post[1]"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def small_case(folder: Path, model: Path, **more: Any) -> tuple[dict[str, Any], Path]:
+    return write_case(
+        folder,
+        model,
+        edits={"add": {"verb": "add", "sites": [MID], "tokens": {"rows": "sampling"}}},
+        reads={
+            "stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}},
+            "mean": {"kind": "mean", "sites": [MID], "tokens": {"rows": "all"}},
+        },
+        vectors={"r": {"random": {"seed": 1, "norm": 6.0}}},
+        overrides={"say": {"ids": [40, 41]}},
+        metrics={"p": {"kind": "logprob", "ids": [7], "tokens": {"rows": "sampling"}}},
+        arms={
+            "look": arm(reads=["stream", "mean"], metrics=["p"]),
+            "add": arm(use("add", MID, coefficient=1.5, vector="r"), reads=["stream", "mean"], metrics=["p"]),
+            "forced": arm(overrides=[{"override": "say", "start": 3}], reads=["stream"]),
+        },
+        **more,
+    )
+
+
+def hold_against_hugging_face(finished: Any, twin: Any) -> None:
+    r = torch.from_numpy(draw(1, 6.0, 1, 128))
+    for key, f in finished.items():
+        (completion,) = f.completions
+        ids = [*f.request.prompt_token_ids, *completion.token_ids][:-1]
+        first = len(f.request.prompt_token_ids) - 1
+
+        def push(x: Any, first: int = first) -> Any:
+            x[first:] += 1.5 * r
+            return x
+
+        logits, seen = reference(twin, ids, {MID: push} if f.request.arm == "add" else None)
+        chosen = logits[first:].argmax(-1).tolist()
+        if f.request.arm == "forced":
+            chosen[3:5] = [40, 41]
+            assert completion.record.overridden == (3, 4)
+        assert list(completion.token_ids) == chosen, key
+        for site in STREAMS:
+            read = completion.record.reads["stream", site]
+            assert read.positions.tolist() == list(range(len(ids))), key
+            np.testing.assert_allclose(read.values["rows"], seen[site], atol=2e-5, err_msg=f"{key} {site}")
+        if f.request.arm != "forced":
+            mean = completion.record.reads["mean", MID]
+            assert mean.values["count"].tolist() == [len(ids)]
+            np.testing.assert_allclose(mean.values["mean"][0], seen[MID].mean(0), atol=2e-5)
+            positions, values = completion.record.metrics["p"]
+            logprob = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+            assert positions.tolist() == list(range(first, len(ids)))
+            np.testing.assert_allclose(values, logprob[first:, 7], atol=2e-5)
+        assert completion.record.fired == ({"add": ((first, len(ids)),)} if f.request.arm == "add" else {})
+
+
+@pytest.mark.parametrize(
+    ("vllm", "prompts", "new"),
+    [
+        # 16 tokens a step: every prompt but the shortest is prefilled in pieces, beside decoding neighbours.
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, (5, 40, 23, 70, 1), 7),
+        # Six requests that need two blocks each, in a cache of seven: some are preempted and computed again.
+        ({"num_gpu_blocks_override": 8, "max_num_seqs": 6}, (120, 121, 122, 123, 124, 125), 20),
+    ],
+    ids=["chunked prefill", "preemption"],
+)
+def test_regimes(vllm: dict[str, Any], prompts: tuple[int, ...], new: int, model: Path, tmp_path: Path) -> None:
+    lock, block = small_case(tmp_path, model, vllm=vllm)
+    rng = np.random.default_rng(0)
+    arms = ["look", "add", "forced"]
+    requests = [request(f"r{i}", arms[i % 3], rng.integers(4, 260, size).tolist()) for i, size in enumerate(prompts)]
+    with Engine(lock, tmp_path, block, tmp_path / "manifest") as engine:
+        repeated: list[int] = []
+
+        def watch(worker: Any) -> None:
+            table = worker.vtaps_session.table
+            original = table.plan
+
+            def plan(batch: Any) -> Any:
+                repeated.extend(s.start for s in batch)
+                return original(batch)
+
+            table.plan = plan
+
+        engine._frontend.llm.collective_rpc(watch)
+        finished = by_key(list(engine.run(requests, lambda _: {
+            "temperature": 0, "max_tokens": new, "ignore_eos": True,
+        })))  # fmt: skip
+    assert set(finished) == {r.key for r in requests}
+    if "num_gpu_blocks_override" in vllm:
+        assert repeated.count(0) > len(requests), "nothing was preempted: the test proves nothing"
+    else:
+        assert max(repeated) > 0 and any(0 < start < 70 and start % 16 == 0 for start in repeated)
+    hold_against_hugging_face(finished, hugging_face(model))
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is not installed, child processes find its entry point beside a checkout."""
+    paths = [str(ROOT)]
+    if not any(e.name == "vtaps" for e in metadata.entry_points(group="vllm.general_plugins")):
+        info = tmp_path / "path" / "vtaps_checkout-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vtaps-checkout\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvtaps = vtaps.runtime.plugin:register\n")
+        paths.append(str(info.parent))
+    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+
+
+def test_in_a_process_of_its_own(model: Path, tmp_path: Path, plugin: None) -> None:
+    lock, block = small_case(tmp_path, model)
+    requests = [request(a, a, [9, 8, 7, 6]) for a in ("look", "add", "forced")]
+    with Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=False) as engine:
+        assert engine.report["in_process"] is False
+        finished = by_key(list(engine.run(requests, lambda _: {
+            "temperature": 0, "max_tokens": 6, "ignore_eos": True,
+        })))  # fmt: skip
+        n2 = list(engine.run([request("n2", "look", [9, 8])], lambda _: {
+            "temperature": 1.0, "seed": 5, "n": 2, "max_tokens": 4, "ignore_eos": True,
+        }))  # fmt: skip
+    hold_against_hugging_face(finished, hugging_face(model))
+    assert [c.index for c in n2[0].completions] == [0, 1]
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["in process", "own process"])
+def test_a_fault_in_the_block_names_both_lines(model: Path, tmp_path: Path, in_process: bool, plugin: None) -> None:
+    lock, block = small_case(tmp_path, model, broken=MID)
+    source = block.read_text().splitlines()
+    line = next(i for i, text in enumerate(source, 1) if "t.nothing()" in text)
+    with (
+        Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=in_process) as engine,
+        pytest.raises(EngineError) as caught,
+    ):
+        list(engine.run([request("x", "look", [5, 6])], lambda _: {"temperature": 0, "max_tokens": 2}))
+    assert caught.value.code == "VT603"
+    assert f"case.block.py:{line} (case.yaml reads.broken), at {MID}: AttributeError" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "says"),
+    [
+        ("model", "VT607", "nowhere"),
+        ("prefix", "VT503", "engine.vllm.enable_prefix_caching: True does not go with this engine"),
+        ("parallel", "VT503", "tensor_parallel_size"),
+        ("length", "VT607", "max_model_len"),
+        ("digest", "VT607", "is not the block that was locked"),
+        ("structure", "VT607", "two compilations"),
+        ("module", "VT607", "resid_post[1]: the model has no module model.layers.9"),
+        ("input", "VT607", "z[1]: model.layers.1.self_attn.o_proj has no input x; it has input_"),
+        ("width", "VT607", "vectors.r: r.npy is 3 wide; 128 is needed here (used at resid_post[1])"),
+    ],
+)
+def test_a_bad_start_says_why(spoil: str, code: str, says: str, model: Path, tmp_path: Path) -> None:
+    lock, block = small_case(tmp_path, model)
+    if spoil == "model":
+        lock["model"]["path"] = str(tmp_path / "nowhere")
+    elif spoil == "prefix":
+        lock["engine"]["vllm"]["enable_prefix_caching"] = True
+    elif spoil == "parallel":
+        lock["engine"]["vllm"]["tensor_parallel_size"] = 2
+    elif spoil == "length":
+        lock["engine"]["vllm"]["max_model_len"] = 100_000
+    elif spoil == "digest":
+        block.write_text(block.read_text() + "# changed\n")
+    elif spoil == "structure":
+        lock["block"]["structure"] = "sha256:other"
+    elif spoil == "width":
+        np.save(tmp_path / "r.npy", np.ones(3, np.float32))
+        lock["vectors"]["r"] = {"file": "r.npy"}
+    else:
+        sites = dict(SITES)
+        try:
+            if spoil == "module":
+                SITES[MID] = {**SITES[MID], "module": "model.layers.9"}
+                lock, block = small_case(tmp_path / "b", model)
+            else:
+                SITES["z[1]"] = {**SITES["z[1]"], "input": "x"}
+                reads = {"z": {"kind": "rows", "sites": ["z[1]"], "tokens": {"rows": "all"}}}
+                lock, block = write_case(tmp_path / "b", model, reads=reads, arms={"a": arm(reads=["z"])})
+        finally:
+            SITES.update(sites)
+    with pytest.raises(EngineError) as caught:
+        Engine(lock, tmp_path, block, tmp_path / "manifest")
+    assert caught.value.code == code
+    assert says in caught.value.message and "\n" not in caught.value.message
+
+
+def test_a_worker_without_the_block_is_an_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin: None
+) -> None:
+    """A plug-in that is not allowed to load leaves a worker that would serve, quickly and wrongly."""
+    lock, block = small_case(tmp_path, model)
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with pytest.raises(EngineError, match="runs without the block") as caught:
+        Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=False)
+    assert caught.value.code == "VT601"
