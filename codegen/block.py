@@ -47,9 +47,7 @@ def structure(plan: Plan) -> str:
             else:
                 read = plan.reads[s.name].read
                 done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
-        rows.append(
-            [site.module, site.side, site.element, site.value, site.residual, site.columns, site.width, done]
-        )
+        rows.append([site.module, site.side, site.element, site.value, site.residual, site.columns, site.width, done])
     facts = [plan.tree.architecture, plan.tree.dtype, VLLM_RANGE, rows]
     text = json.dumps(facts, separators=(",", ":"), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
@@ -140,6 +138,8 @@ def statements_of(source: str) -> dict[int, tuple[str, str]]:
             continue
         for node in function.body:
             match node:
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr=verb), args=[_, ast.Constant(value=str(item)), *_])):
+                case ast.Expr(
+                    value=ast.Call(func=ast.Attribute(attr=verb), args=[_, ast.Constant(value=str(item)), *_])
+                ):
                     out[node.lineno] = ("edits" if verb in EDIT_CALLS else "reads", item)
     return out

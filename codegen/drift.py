@@ -31,10 +31,14 @@ def drift(files: dict[str, str], folder: Path, spec_file: str) -> list[Diagnosti
             continue
         changed = _outside(there, text) if name.endswith(".json") else []
         for file in changed:
-            out.append(Diagnostic("VT402", f"{file} is not the file that {name} was compiled with", spec_span, note=fix))
+            out.append(
+                Diagnostic("VT402", f"{file} is not the file that {name} was compiled with", spec_span, note=fix)
+            )
         if not changed:
             old, new = there.splitlines(), text.splitlines()
-            diff = list(difflib.unified_diff(old, new, f"{name} (on disk)", f"{name} (from the spec)", lineterm="", n=1))
+            diff = list(
+                difflib.unified_diff(old, new, f"{name} (on disk)", f"{name} (from the spec)", lineterm="", n=1)
+            )
             if len(diff) > DIFF_LINES:
                 diff = [*diff[:DIFF_LINES], f"… {len(diff) - DIFF_LINES} more lines"]
             at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), len(old))

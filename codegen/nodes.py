@@ -74,9 +74,7 @@ def docstring(text: str) -> cst.SimpleStatementLine:
 def function(
     title: str, parameters: Sequence[tuple[str, str]], body: Sequence[cst.SimpleStatementLine], decorator: cst.Call
 ) -> cst.FunctionDef:
-    params = [
-        cst.Param(cst.Name(n), annotation=cst.Annotation(cst.parse_expression(kind))) for n, kind in parameters
-    ]
+    params = [cst.Param(cst.Name(n), annotation=cst.Annotation(cst.parse_expression(kind))) for n, kind in parameters]
     return cst.FunctionDef(
         name=cst.Name(title),
         params=cst.Parameters(params),

@@ -42,9 +42,7 @@ def _arm(
         names = getattr(arm, section) or ()
         for i, name in enumerate(names):
             if name in names[:i]:
-                found.append(
-                    Diagnostic("VT319", f"{name!r} stands twice in {section}", doc.at(*arm.where, section, i))
-                )
+                found.append(Diagnostic("VT319", f"{name!r} stands twice in {section}", doc.at(*arm.where, section, i)))
     sampling = {**spec.sampling, **arm.sampling}
     factors = [f for factor in arm.sweep if (f := _factor(arm, factor, spec, edits, doc, found))]
     points = []

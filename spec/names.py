@@ -43,7 +43,7 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
     for read in spec.reads.values():
         for i, name in enumerate(read.vectors):
             yield "vectors", name, (*read.where, "project", "vectors", i)
-    for item in (*spec.reads.values(), *spec.edits.values(), *spec.metrics.values()):
+    for item in spec.selecting():
         for rows in item.tokens.parts():
             if rows.after is not None:
                 yield "overrides", rows.after, (*item.where, "tokens", "after")
@@ -73,13 +73,11 @@ def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
         for where, text in zip(tap.wheres, tap.texts, strict=True):
             if text in spec.taps:
                 yield Diagnostic("VT201", f"a tap cannot be made of the tap {text!r}", doc.at(*where))
-    used["taps"] = {t for item in (*spec.reads.values(), *spec.edits.values()) for t in item.at.texts}
+    used["taps"] = {t for at in spec.ats() for t in at.texts}
     if any(arm.prompts is None for arm in spec.arms.values()):
         used["prompts"] = set(spec.prompts)
     complete = not any(path[0] in ("arms", "edits", "reads") for path in spec.broken if path)
     for section in ("vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts"):
         for name in getattr(spec, section):
             if complete and name not in used[section] and (section, name) not in meant:
-                yield Diagnostic(
-                    "VT212", f"the {KINDS[section]} {name!r} is never used", doc.key(section, name)
-                )
+                yield Diagnostic("VT212", f"the {KINDS[section]} {name!r} is never used", doc.key(section, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import graphlib
+import itertools
 from collections.abc import Mapping
 
 from vtaps.spec.diagnostics import Diagnostic
@@ -53,7 +54,7 @@ def _merged(
     asked: dict[tuple[str, str], str] = {}
     for arm in arms.values():
         own = [n for n in arm.arm.edits if n in graph]
-        for first, then in zip(own, own[1:], strict=False):
+        for first, then in itertools.pairwise(own):
             if first == then:
                 continue
             graph[then].add(first)
@@ -66,11 +67,13 @@ def _merged(
         key = frozenset(cycle)
         if key not in disagreed:
             disagreed.add(key)
-            pairs = [(a, b, asked[(a, b)]) for a, b in zip(cycle, cycle[1:], strict=False) if (a, b) in asked]
+            pairs = [(a, b, asked[(a, b)]) for a, b in itertools.pairwise(cycle) if (a, b) in asked]
             wants = "; ".join(f"{arm!r} has {a!r} before {b!r}" for a, b, arm in pairs)
             last = max((spec.arms[arm] for _, _, arm in pairs), key=lambda arm: doc.line(*arm.where))
             found.append(
-                Diagnostic("VT305", f"arms disagree about the order at {site.name}: {wants}", doc.at(*last.where, "edits"))
+                Diagnostic(
+                    "VT305", f"arms disagree about the order at {site.name}: {wants}", doc.at(*last.where, "edits")
+                )
             )
         return names
     order: list[str] = []

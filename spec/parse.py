@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from vtaps.spec.diagnostics import Diagnostic
@@ -158,24 +159,17 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
 
 
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
-    base = {
-        "name": name,
-        "where": where,
-        "at": _at(data["at"], (*where, "at")),
-        "tokens": parse_rows(data["tokens"]),
-        "sees": data.get("sees"),
-    }
+    read = Read(name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"))
     if "mean_over" in data:
-        return Read(**base, kind="mean")
+        return replace(read, kind="mean")
     if data.get("norm"):
-        return Read(**base, kind="norm")
+        return replace(read, kind="norm")
     if "project" in data:
-        return Read(**base, kind="project", vectors=tuple(data["project"]["vectors"]))
+        return replace(read, kind="project", vectors=tuple(data["project"]["vectors"]))
     if "lens" in data:
         lens = data["lens"]
-        ids = tuple(lens["ids"]) if "ids" in lens else None
-        return Read(**base, kind="lens", top=lens.get("top"), ids=ids)
-    return Read(**base)
+        return replace(read, kind="lens", top=lens.get("top"), ids=tuple(lens["ids"]) if "ids" in lens else None)
+    return read
 
 
 def _override(name: str, data: Mapping[str, Any], where: NodePath) -> Override:
@@ -208,12 +202,12 @@ def _arm(name: str, data: Mapping[str, Any], where: NodePath) -> Arm:
 
     sweep = data.get("sweep", {})
     at = (*where, "sweep")
+    factors: list[tuple[Axis, ...]]
     if isinstance(sweep, dict):
         factors = [(_axis(path, values, (*at, path)),) for path, values in sweep.items()]
     else:
         factors = [
-            tuple(_axis(path, values, (*at, i, path)) for path, values in item.items())
-            for i, item in enumerate(sweep)
+            tuple(_axis(path, values, (*at, i, path)) for path, values in item.items()) for i, item in enumerate(sweep)
         ]
     return Arm(
         name=name,

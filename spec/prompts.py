@@ -130,7 +130,6 @@ class Encoder:
         return self._template
 
     def encode(self, group: str, prompt: Prompt, span: Span, found: list[Diagnostic]) -> ReadyPrompt | None:
-        base = {"group": group, "id": prompt.id, "span": span, "columns": prompt.columns}
         if prompt.kind == "ids":
             over = [i for i in prompt.content if not 0 <= i < self.vocab]
             if over:
@@ -138,7 +137,7 @@ class Encoder:
                     Diagnostic("VT316", f"token id {over[0]} is not in the vocabulary (0 … {self.vocab - 1})", span)
                 )
                 return None
-            return ReadyPrompt(ids=tuple(prompt.content), text=None, **base)
+            return ReadyPrompt(group, prompt.id, tuple(prompt.content), None, span, prompt.columns)
         if prompt.kind == "text":
             encoded = self.tokens.encode(prompt.content, special=True)
             turns: list[tuple[str, int, int | None]] = []
@@ -153,7 +152,7 @@ class Encoder:
             found.append(Diagnostic("VT316", f"prompt {prompt.id!r} has no tokens", span))
             return None
         rows = tuple((role, *_rows(encoded, a, b)) for role, a, b in turns)
-        return ReadyPrompt(ids=encoded.ids, text=encoded.text, encoded=encoded, turns=rows, **base)
+        return ReadyPrompt(group, prompt.id, encoded.ids, encoded.text, span, prompt.columns, encoded, rows)
 
     def _chat(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[str, int, int | None]]]:
         template = self.template()

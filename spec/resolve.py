@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
@@ -28,6 +29,8 @@ from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
 from vtaps.spec.vector_use import check_vectors
 
+T = TypeVar("T")
+
 REASON = "auto: this version serves every location with the eager engine (vLLM with enforce_eager, no CUDA graphs)"
 
 
@@ -44,10 +47,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     """The plan, or None where a finding is an error.  Reads prompt and vector files; no torch, no vLLM."""
     doc, tree = context.doc, context.tree
     found = list(check_names(spec, doc))
-    edits = {name: p for name, e in spec.edits.items() if (p := _edit(e, spec, context, found)) is not None}
-    reads = {name: p for name, r in spec.reads.items() if (p := _read(r, spec, context, found)) is not None}
+    edits = _known({name: _edit(e, spec, context, found) for name, e in spec.edits.items()})
+    reads = _known({name: _read(r, spec, context, found) for name, r in spec.reads.items()})
     overrides = _overrides(spec, context, found)
-    metrics = {name: p for name, m in spec.metrics.items() if (p := _metric(m, context, found)) is not None}
+    metrics = _known({name: _metric(m, context, found) for name, m in spec.metrics.items()})
     prompts = _prompts(spec, context, found)
     outside = check_vectors(spec, edits, reads, doc, found)
     for group in spec.prompts.values():
@@ -76,6 +79,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         dict(sorted(outside.items())),
     )  # fmt: skip
     return plan, found
+
+
+def _known(items: dict[str, T | None]) -> dict[str, T]:
+    return {name: item for name, item in items.items() if item is not None}
 
 
 def file_digest(path: Path) -> str | None:
@@ -123,7 +130,13 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
         return None
     for site in sites:
         if not site.editable:
-            found.append(Diagnostic("VT208", f"{site.name} holds no floating-point rows: it can be read, not edited", doc.at(*edit.where, "at")))
+            found.append(
+                Diagnostic(
+                    "VT208",
+                    f"{site.name} holds no floating-point rows: it can be read, not edited",
+                    doc.at(*edit.where, "at"),
+                )
+            )
     if edit.coefficient is not None and not math.isfinite(edit.coefficient):
         key = "by" if edit.verb == "scale" else "scale"
         found.append(Diagnostic("VT104", f"{key} must be a finite number", doc.at(*edit.where, edit.verb, key)))

@@ -21,7 +21,7 @@ def facts_of(prompt: ReadyPrompt, rows: list[Rows], overrides: Mapping[str, tupl
 
 def check_ranges(spec: Spec, doc: Document, found: list[Diagnostic]) -> None:
     """Ranges that run backwards select nothing, whatever the prompt: a fault even where others select something."""
-    for item in (*spec.edits.values(), *spec.reads.values(), *spec.metrics.values()):
+    for item in spec.selecting():
         where: NodePath = (*item.where, "tokens")
         for part in item.tokens.parts():
             for form in ("steps", "positions"):
@@ -102,7 +102,9 @@ def _problem(
 def _any(rows: Rows, facts: Facts, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> bool:
     """Whether any row can be selected; generated tokens are not known yet, so an ``ids`` form may hold there."""
     if rows.ids is not None:
-        rest = Rows(rows.word, rows.steps, rows.positions, rows.match, None, rows.turn, rows.skip, rows.after, rows.exclude)
+        rest = Rows(
+            rows.word, rows.steps, rows.positions, rows.match, None, rows.turn, rows.skip, rows.after, rows.exclude
+        )
         selected = compile_rows(rest, facts).select(0, tokens)
         return bool(len(selected)) and (
             bool((selected >= size).any()) or bool(np.isin(tokens[selected], list(rows.ids)).any())

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -174,3 +174,16 @@ class Spec:
     arms: Mapping[str, Arm]
     sampling: Mapping[str, Any]
     broken: frozenset[NodePath] = frozenset()
+
+    def selecting(self) -> Iterator[Read | Edit | Metric]:
+        """Everything that selects rows."""
+        yield from self.edits.values()
+        yield from self.reads.values()
+        yield from self.metrics.values()
+
+    def ats(self) -> Iterator[At]:
+        """The locations of everything that has some."""
+        for edit in self.edits.values():
+            yield edit.at
+        for read in self.reads.values():
+            yield read.at

@@ -68,7 +68,9 @@ def check_vectors(
         valid, close = _there(vector, doc) if kind in ("tensor", "ambiguous") else ((), None)
         if kind == "missing" and vector.file is not None:
             folder = (doc.folder / vector.file).parent
-            close = nearest((doc.folder / vector.file).name, [p.name for p in folder.iterdir()] if folder.is_dir() else [])
+            close = nearest(
+                (doc.folder / vector.file).name, [p.name for p in folder.iterdir()] if folder.is_dir() else []
+            )
         found.append(Diagnostic(CODES[kind], f"vector {vector.name!r}: {message}", span, valid, close))
 
     for vector in spec.vectors.values():

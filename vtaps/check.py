@@ -41,8 +41,6 @@ class CheckResult:
         return not has_errors(self.diagnostics)
 
 
-
-
 def check_file(path: str | Path) -> CheckResult:
     """Check one spec: no GPU, no weights, no torch.  A tree that is not cached is built by vLLM in a process of its
     own (seconds, once a configuration)."""

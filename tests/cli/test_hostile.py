@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (one case a line)
 """Specs and command lines that must be refused: exit 1 or 2, the right place, nothing written, no traceback."""
 
 from __future__ import annotations
@@ -201,5 +202,5 @@ def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         code = main(argv)
     except SystemExit as stop:
         code = int(stop.code or 0)
-    out, err = capsys.readouterr()
+    _, err = capsys.readouterr()
     assert code == 2 and err and "Traceback" not in err

@@ -8,17 +8,14 @@ import sys
 from collections.abc import Mapping
 
 from vtaps.spec.diagnostics import Diagnostic, in_order
-from vtaps.spec.reporters import render
-
-FORMATS = ("text", "json", "github", "sarif")
-Subparsers = "argparse._SubParsersAction[argparse.ArgumentParser]"
+from vtaps.spec.reporters import FORMATS, Format, render
 
 
 def add_format(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--format", choices=FORMATS, default="text", help="how findings are printed (default: text)")
 
 
-def report(diagnostics: list[Diagnostic], format: str, documents: Mapping[str, str], *, quiet: bool = False) -> None:
+def report(diagnostics: list[Diagnostic], format: Format, documents: Mapping[str, str], *, quiet: bool = False) -> None:
     """Print findings: text to stderr, the machine-readable formats to stdout (also when there are none)."""
     if format == "text":
         if diagnostics and not quiet:

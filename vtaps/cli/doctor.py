@@ -12,8 +12,8 @@ def add(verbs: Any) -> None:
     verb = verbs.add_parser(
         "doctor",
         help="what is installed, what works, and the fix for what does not",
-        description="Look at this environment: Python, vLLM, torch, the plug-in, the cache, and every place in vLLM that "
-        "vtaps touches. Exit code 1 where something is wrong.",
+        description="Look at this environment: Python, vLLM, torch, the plug-in, the cache, and every place in vLLM "
+        "that vtaps touches. Exit code 1 where something is wrong.",
         epilog="example: vtaps doctor",
     )
     verb.add_argument("--format", choices=("text", "json"), default="text")

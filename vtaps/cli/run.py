@@ -14,8 +14,8 @@ def add(verbs: Any) -> None:
     verb = verbs.add_parser(
         "run",
         help="serve a spec's arms with vLLM and keep the results",
-        description="Check and compile a spec, start vLLM with the block in its workers, serve every prompt × arm × sweep "
-        "point, write a run folder. An interrupted run goes on where it stopped.",
+        description="Check and compile a spec, start vLLM with the block in its workers, serve every prompt × arm × "
+        "sweep point, write a run folder. An interrupted run goes on where it stopped.",
         epilog="example: vtaps run examples/paris.yaml --out runs/paris",
     )
     verb.add_argument("spec", metavar="SPEC", help="a spec file")
@@ -40,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
     report(result.diagnostics, "text", result.documents)
     out = Path(args.out) if args.out else Path("runs") / Path(args.spec).stem
     with _Bars(quiet=args.quiet) as bars:
-        outcome = run_checked(
-            result, out, overwrite=args.overwrite, in_process=not args.processes, watch=bars.watch()
-        )
+        outcome = run_checked(result, out, overwrite=args.overwrite, in_process=not args.processes, watch=bars.watch())
     report(outcome.findings, args.format, result.documents)
     if outcome.path is None:
         early = {d.code for d in outcome.findings} <= {"VT401", "VT402", "VT403", "VT404", "VT405", "VT605"}
@@ -77,12 +75,18 @@ class _Bars:
 
     def __init__(self, *, quiet: bool) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            console=Console(stderr=True), disable=quiet,
-        )  # fmt: skip
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        screen = Console(stderr=True)
+        self._progress = Progress(TextColumn("{task.description}"), *columns, console=screen, disable=quiet)
         self._phase = self._progress.add_task("checking", total=1)
         self._requests: Any = None
 

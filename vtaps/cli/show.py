@@ -11,8 +11,8 @@ def add(verbs: Any) -> None:
     verb = verbs.add_parser(
         "show",
         help="what a run gave: texts side by side, rows fired, metrics, what was saved",
-        description="Print a finished run: prompts × arms with the texts, rows fired against rows expected, metrics, and "
-        "what was saved where.",
+        description="Print a finished run: prompts × arms with the texts, rows fired against rows expected, metrics, "
+        "and what was saved where.",
         epilog="example: vtaps show runs/paris --tokens france",
     )
     verb.add_argument("run", metavar="RUN", help="a run folder")

@@ -15,8 +15,8 @@ def add(verbs: Any) -> None:
     verb = verbs.add_parser(
         "tree",
         help="a model's modules, shapes and aliases, without weights",
-        description="Print vLLM's own module tree of a model: a directory, a bare config.json, or a hub id in the local "
-        "cache. No GPU, no weights.",
+        description="Print vLLM's own module tree of a model: a directory, a bare config.json, or a hub id in the "
+        "local cache. No GPU, no weights.",
         epilog="example: vtaps tree models/smollm2-135m-instruct --at model.layers.10.self_attn",
     )
     verb.add_argument("model", metavar="MODEL")
@@ -29,7 +29,6 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from vtaps.runtime.trees import tree_for
     from vtaps.spec.diagnostics import Diagnostic, Span
-    from vtaps.spec.locations import known_module
     from vtaps.spec.models import find_config
     from vtaps.spec.snapshot import write_tree
     from vtaps.spec.tree_view import render, render_at
@@ -56,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if args.at is None:
         print(render(tree, width))
         return 0
-    path, problems = known_module(tree, args.at, Span(args.at))
-    if path is None:
+    text, problems = render_at(tree, args.at, Span(args.at))
+    if text is None:
         report(problems, args.format, {})
         return 1
-    print(render_at(tree, path))
+    print(text)
     return 0
