@@ -83,6 +83,10 @@ def check_vectors(
         if name not in spec.vectors:
             continue
         vector = spec.vectors[name]
+        if "{layer}" in (vector.tensor or "") and _through_resid_pre(spec, str(where[0]), str(where[1])):
+            message = f"{{layer}} at resid_pre[i] could be i or i−1, since resid_pre[i] is {site.name}"
+            tell(vector, "tensor", message + ": write resid_post", where)
+            continue
         if site.width is None:
             tell(vector, "width", f"the width of {site.name} is not known before the run", where)
             continue
@@ -96,6 +100,16 @@ def check_vectors(
             message = error.message + (f" ({site.name})" if error.kind in ("width", "tensor") else "")
             tell(vector, error.kind, message, where)
     return digests
+
+
+def _through_resid_pre(spec: Spec, section: str, name: str) -> bool:
+    """Whether an edit or read spells a location by the layer that follows it."""
+    used = spec.edits.get(name) if section == "edits" else spec.reads.get(name)
+    if section == "arms":  # a sweep over vectors: any edit of the spec that does
+        return any(_through_resid_pre(spec, "edits", edit) for edit in spec.edits)
+    texts = () if used is None else used.at.texts
+    spelled = [t for text in texts for t in (spec.taps[text].texts if text in spec.taps else (text,))]
+    return any(t.startswith("resid_pre") for t in spelled)
 
 
 def _there(vector: Vector, doc: Document) -> tuple[tuple[str, ...], str | None]:

@@ -1,19 +1,36 @@
-"""vtaps: YAML intervention specs, compiled to reviewable Python that runs inside vLLM's workers."""
+"""vtaps: YAML intervention specs, compiled to reviewable Python that runs inside vLLM's workers.
+
+``vtaps.load(folder)`` opens a run; ``vtaps.check_file(spec)`` and ``vtaps.run_checked(result, out)`` are what the
+command line calls.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vtaps.check import check_file as check_file
+    from vtaps.compiling import compile_plan as compile_plan
+    from vtaps.runtime.results.load import RunError as RunError
+    from vtaps.runtime.results.load import RunResult as RunResult
     from vtaps.runtime.results.load import load as load
+    from vtaps.running import run_checked as run_checked
 
 __version__ = "0.1.0"
 
+_WHERE = {
+    "check_file": "vtaps.check",
+    "compile_plan": "vtaps.compiling",
+    "load": "vtaps.runtime.results.load",
+    "run_checked": "vtaps.running",
+    "RunError": "vtaps.runtime.results.load",
+    "RunResult": "vtaps.runtime.results.load",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # pyarrow is slow to import, and the worker plug-in and `vtaps check` do without it.
-    if name == "load":
-        from vtaps.runtime.results.load import load
-
-        return load
+    # Each of these is slow to import in its own way; the worker's plug-in and `vtaps explain` do without them.
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
