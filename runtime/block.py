@@ -42,11 +42,33 @@ class EditStep:
 @dataclass(slots=True)
 class ReadStep:
     """The rows of one step that one read takes; ``segments`` are the half-open ranges of them that ``mean`` sums.
-    ``out``: tap → what was read there, first axis rows (or segments)."""
+
+    What the taps read stands in ``groups``: (shape, dtype) → names of taps and their rows, ``[n, sites, …]``, so that
+    what one request read everywhere is one piece of memory.
+    """
 
     rows: slice | Tensor
     segments: tuple[tuple[int, int], ...] = ()
-    out: dict[str, Tensor] = field(default_factory=dict)
+    sites: int = 1
+    groups: dict[tuple[Any, ...], tuple[list[str], Tensor]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def place(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for what the tap ``name`` reads, ``shape`` = ``[n, …]``, on the device of ``like``.
+
+        Raises RuntimeError for a tap that has read already.
+        """
+        if name in self.seen:
+            raise RuntimeError(f"it was read twice at {name} in one step")
+        self.seen.add(name)
+        kind = dtype or like.dtype
+        group = self.groups.get((shape, kind))
+        if group is None:
+            memory = torch.empty((shape[0], self.sites, *shape[1:]), dtype=kind, device=like.device)
+            group = self.groups[shape, kind] = ([], memory)
+        names, memory = group
+        names.append(name)
+        return memory[:, len(names) - 1]
 
 
 class Tap:
@@ -198,8 +220,15 @@ def set_(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, c
 def keep(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """The rows themselves, ``[n, width]`` in the model's dtype (a pair's sum rounded once)."""
     step = t.reads.get(name)
-    if step is not None:
-        _put(t, name, step, _copy(hidden, _other(hidden, residual), step.rows))
+    if step is None:
+        return
+    picked, other = _pick(hidden, step.rows), _other(hidden, residual)
+    place = step.place(t.name, tuple(picked.shape), hidden)
+    if other is None:
+        place.copy_(picked)
+    else:
+        # Addition of two half-precision tensors computes in float32 and rounds once.
+        torch.add(picked, _pick(other, step.rows), out=place)
 
 
 def lens(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
@@ -210,17 +239,23 @@ def lens(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> N
 def norm(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """L2 norm of each row, float32 ``[n]``."""
     step = t.reads.get(name)
-    if step is not None:
-        _put(t, name, step, torch.linalg.vector_norm(_sum(hidden, _other(hidden, residual), step.rows), dim=-1))
+    if step is None:
+        return
+    rows = _sum(hidden, _other(hidden, residual), step.rows)
+    place = step.place(t.name, (rows.shape[0],), hidden, torch.float32)
+    torch.linalg.vector_norm(rows, dim=-1, out=place)
 
 
 def project(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """Dot product of each row with each of the read's vectors, float32 ``[n, vectors]``."""
     step = t.reads.get(name)
-    if step is not None:
-        rows = _sum(hidden, _other(hidden, residual), step.rows)
+    if step is None:
+        return
+    rows, vectors = _sum(hidden, _other(hidden, residual), step.rows), t.probes[name]
+    place = step.place(t.name, (rows.shape[0], vectors.shape[0]), hidden, torch.float32)
+    for number, vector in enumerate(vectors):
         # A matrix product would let a row's rounding depend on how many rows there are.
-        _put(t, name, step, torch.stack([(rows * v).sum(-1) for v in t.probes[name]], dim=-1))
+        torch.sum(rows * vector, dim=-1, out=place[:, number])
 
 
 def mean(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
@@ -228,12 +263,13 @@ def mean(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> N
     step = t.reads.get(name)
     if step is None:
         return
-    other = _other(hidden, residual)
-    rows = _sum(hidden, other, step.rows)
-    if all(b - a == 1 for a, b in step.segments):
-        _put(t, name, step, rows.clone() if other is None else rows)
-    else:
-        _put(t, name, step, torch.stack([rows[a:b].sum(0) for a, b in step.segments]))
+    rows = _sum(hidden, _other(hidden, residual), step.rows)
+    place = step.place(t.name, (len(step.segments), rows.shape[-1]), hidden, torch.float32)
+    if len(step.segments) == rows.shape[0]:
+        place.copy_(rows)
+        return
+    for number, (start, stop) in enumerate(step.segments):
+        torch.sum(rows[start:stop], dim=0, out=place[number])
 
 
 def _other(hidden: Tensor, residual: Tensor | None) -> Tensor | None:
@@ -261,14 +297,6 @@ def _sum(hidden: Tensor, other: Tensor | None, rows: slice | Tensor) -> Tensor:
     return picked if other is None else picked + _pick(other, rows).float()
 
 
-def _copy(hidden: Tensor, other: Tensor | None, rows: slice | Tensor) -> Tensor:
-    picked = _pick(hidden, rows)
-    if other is None:
-        return picked.clone() if isinstance(rows, slice) else picked
-    # Addition of two half-precision tensors computes in float32 and rounds once.
-    return (picked + _pick(other, rows)).to(hidden.dtype)
-
-
 def _write(hidden: Tensor, other: Tensor | None, rows: slice | Tensor, value: Tensor) -> None:
     """stream[rows] = value (float32 ``[n, width]`` or ``[width]``), rounded at the store."""
     if isinstance(rows, slice):
@@ -285,9 +313,3 @@ def _fill_zero(x: Tensor, rows: slice | Tensor) -> None:
         x[rows].zero_()
     else:
         x.index_fill_(0, rows, 0.0)
-
-
-def _put(t: Tap, name: str, step: ReadStep, value: Any) -> None:
-    if t.name in step.out:
-        raise RuntimeError(f"read {name} was taken twice at {t.name} in one step")
-    step.out[t.name] = value

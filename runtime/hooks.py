@@ -62,18 +62,23 @@ class _Point:
             raise BlockFault(describe(error, place, self.program)) from error
 
     def _tensor(self, value: Any, which: int | str | None) -> Tensor:
+        if isinstance(value, Tensor):
+            columns = self.location.columns
+            if columns is not None:
+                value = value[..., columns[0] : columns[1]]
+            shape = value.shape
+            if len(shape) == 2 and shape[1] == self.site.width and shape[0] >= self.needed():
+                return value
         name = self.location.name if which is None else f"{self.location.name} ({which})"
         if not isinstance(value, Tensor):
             raise BlockFault(f"{name}: {self.location.module} has {type(value).__name__} there, not a tensor")
-        if self.location.columns is not None:
-            value = value[..., self.location.columns[0] : self.location.columns[1]]
-        needed = self.size.requests if self.site.sampled else self.size.rows
-        if value.dim() != 2 or value.shape[0] < needed or value.shape[1] != self.site.width:
-            raise BlockFault(
-                f"{name}: {self.location.module} has shape {list(value.shape)} there; "
-                f"[{needed}, {self.site.width}] was compiled"
-            )
-        return value
+        raise BlockFault(
+            f"{name}: {self.location.module} has shape {list(value.shape)} there; "
+            f"[{self.needed()}, {self.site.width}] was compiled"
+        )
+
+    def needed(self) -> int:
+        return self.size.requests if self.site.sampled else self.size.rows
 
 
 def install(

@@ -47,7 +47,7 @@ class Scheduled:
 class Live:
     """A request that the worker serves, with what was seen of it so far.
 
-    ``chunks``: (read, sites) → (positions ``[n]``, field → ``[sites, n, …]``) of each step; ``counted``: the first
+    ``chunks``: (read, sites) → (positions ``[n]``, field → ``[n, sites, …]``) of each step; ``counted``: the first
     position that each mean has not summed yet.
     """
 

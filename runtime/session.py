@@ -142,7 +142,7 @@ class Session:
                 tap.edits[fill.name] = step
                 tap.live = True
         for fill in plan.reads:
-            read = ReadStep(self._rows(fill), fill.segments)
+            read = ReadStep(self._rows(fill), fill.segments, len(fill.sites))
             self._reads.append((fill, read))
             for site in fill.sites:
                 tap = self._tap(site, f"reads.{fill.name}")
@@ -163,8 +163,8 @@ class Session:
             for part in fill.parts:
                 part.live.fired.setdefault(fill.name, []).append(part.positions)
         for fill, read in reads:
-            missing = [site for site in fill.sites if site not in read.out]
-            if missing:
+            if len(read.seen) != len(fill.sites):
+                missing = [site for site in fill.sites if site not in read.seen]
                 raise BlockFault(f"read {fill.name} saw nothing at {', '.join(missing)}")
         self.harvest.take(reads)
         if logits is not None:

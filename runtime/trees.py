@@ -136,9 +136,7 @@ def _keep(out: Path, cached: Path) -> None:
 
 def _environment() -> dict[str, str]:
     """The caller's, with the network and usage reports off, no plug-ins, and this checkout importable."""
-    import vtaps
-
-    above = str(Path(vtaps.__file__).parent.parent)
+    above = str(Path(__file__).parents[2])  # not resolved: vtaps/runtime is a link in a checkout
     paths = [above, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),

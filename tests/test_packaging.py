@@ -172,11 +172,7 @@ def test_entry_points_name_something_callable(target: str) -> None:
 def pins() -> dict[str, list[str]]:
     files = sorted((ROOT / "requirements").glob("*.txt"))
     return {
-        file.name: [
-            line
-            for line in file.read_text(encoding="utf-8").splitlines()
-            if line and not line.startswith("#")
-        ]
+        file.name: [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
         for file in files
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,10 +46,39 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+CHATTER = (
+    "libtcmalloc is not found in LD_PRELOAD",
+    "libiomp is not found in LD_PRELOAD",
+    "CPU backend doesn't allow to use `torch.set_num_threads`",
+    "Enforce eager set",
+    "Inductor compilation was disabled",
+    "Kernel vllm.",  # … is already registered: the second engine of a process
+    "The global random seed is set",
+    "Triton is not installed",
+    "Unknown vLLM environment variable detected: VLLM_DIST_IDENT",  # vLLM's own
+)
+"""Warnings that every eager start on a CPU makes and nobody can act on."""
+
+
+class _NoChatter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(CHATTER)
+
+
 def quiet() -> None:
-    """Let vLLM print warnings only, to stderr: its own default is a page of INFO lines on stdout."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    """Let vLLM print warnings only, to stderr: its own default is a page of INFO lines on stdout.
+
+    Whoever sets ``VLLM_LOGGING_LEVEL`` gets everything of that level.
+    """
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+        import vllm.logger  # noqa: F401 (sets the handlers up)
+
+        for handler in logging.getLogger("vllm").handlers:
+            handler.addFilter(_NoChatter())
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
@@ -76,15 +106,19 @@ class Frontend:
     ) -> str:
         """Returns vLLM's own id, for :meth:`abort`.  Raises ValueError for what vLLM refuses."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            **dict(sampling),
-            extra_args=None if extra_args is None else dict(extra_args),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        internal: str = self.engine.add_request(request_id, tokens_input(list(token_ids)), params)
+        try:
+            params = SamplingParams(
+                **dict(sampling),
+                extra_args=None if extra_args is None else dict(extra_args),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            internal: str = self.engine.add_request(request_id, tokens_input(list(token_ids)), params)
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from error
         return internal
 
     def busy(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vtaps.runtime.rowtable import Scheduled
 from vtaps.runtime.session import MANIFEST, Manifest, Session
@@ -232,12 +233,12 @@ def _scheduled(session: Session, runner: Any) -> list[Scheduled]:
     return shares
 
 
-def _tokens(runner: Any, number: int, start: int, count: int) -> np.ndarray[Any, Any]:
+def _tokens(runner: Any, number: int, start: int, count: int) -> npt.NDArray[np.int64]:
     """Token ids of one request's rows.
 
     Under async scheduling the host does not know yet what the last step sampled (it holds a placeholder).
     """
-    tokens = runner.input_batch.token_ids_cpu[number, start : start + count].astype(np.int64)
+    tokens: npt.NDArray[np.int64] = runner.input_batch.token_ids_cpu[number, start : start + count].astype(np.int64)
     if runner.use_async_scheduling and len(tokens) and tokens.min() < 0:
         offset = int(runner.query_start_loc.np[number])
         tokens = runner.input_ids.gpu[offset : offset + count].cpu().numpy().astype(np.int64)

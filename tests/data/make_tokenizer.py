@@ -1,6 +1,6 @@
 """Makes ``tokenizer/``: 256 byte tokens, four special ones, a handful of words, a ChatML template.
 
-    python tests/data/make_tokenizer.py
+python tests/data/make_tokenizer.py
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ class Seen:
     logits: Floats
     values: Mapping[str, Floats]
     hidden_states: tuple[Floats, ...] = ()
+
+    @cached_property
+    def reached(self) -> Floats:
+        """The largest value that each row's stream has held up to each layer, ``[layers, rows]``."""
+        layers = [v for name, v in self.values.items() if name.startswith("resid_post[")]
+        out: Floats = np.maximum.accumulate([np.abs(v).max(-1) for v in layers])
+        return out
 
     def log_softmax(self, row: int) -> npt.NDArray[np.float64]:
         x = self.logits[row].astype(np.float64)
@@ -76,7 +84,7 @@ class Twin:
 
     def forward(self, ids: Iterable[int], edits: Iterable[Edit] = (), *, hidden_states: bool = False) -> Seen:
         self._edits, self._found = list(edits), {}
-        with torch.no_grad(), self._rotary():
+        with torch.no_grad(), self._rotary(), _one_thread():
             out = self.model(torch.tensor([list(ids)]), output_hidden_states=hidden_states, use_cache=False)
         missing = [e.at for e in self._edits if e.at not in self._found]
         assert not missing, f"the reference has no place {missing}"
@@ -128,6 +136,17 @@ class Twin:
             yield
         finally:
             module.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices of a few rows: beside an engine's threads a second one waits longer than it works."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Place = tuple[str, torch.nn.Module, str, slice]

@@ -46,6 +46,12 @@ def tap(step: vt.EditStep | None = None, vectors: torch.Tensor | None = None) ->
     return t
 
 
+def taken(step: vt.ReadStep) -> torch.Tensor:
+    ((names, memory),) = step.groups.values()
+    assert names == ["site"]
+    return memory[:, 0]
+
+
 def reading(rows: Any, segments: tuple[tuple[int, int], ...] = ()) -> tuple[vt.Tap, vt.ReadStep]:
     t, step = vt.Tap("site"), vt.ReadStep(rows, segments)
     t.reads["r"] = step
@@ -143,7 +149,7 @@ def test_at_the_first_layer_both_halves_are_one_tensor() -> None:
     before = exact(hidden)
     t, step = reading(slice(0, ROWS))
     vt.keep(t, "r", hidden, hidden)
-    np.testing.assert_array_equal(exact(step.out["site"]), before)
+    np.testing.assert_array_equal(exact(taken(step)), before)
     vt.set_(tap(vt.EditStep(slice(0, 2), 1.0, 0), torch.ones(1, WIDTH)), "e", hidden, hidden)
     np.testing.assert_array_equal(exact(hidden)[:2], np.ones((2, WIDTH)))
     vt.scale(tap(vt.EditStep(slice(2, 4), 3.0)), "e", hidden, hidden)
@@ -160,24 +166,24 @@ def test_reads(pair: bool, rows: Any, dtype: torch.dtype) -> None:
 
     t, step = reading(rows)
     vt.keep(t, "r", hidden, residual)
-    kept = step.out["site"]
+    kept = taken(step)
     assert kept.dtype == dtype
     np.testing.assert_array_equal(exact(kept), rounded(stream, dtype))
 
     t, step = reading(rows)
     vt.norm(t, "r", hidden, residual)
-    assert step.out["site"].dtype == torch.float32
-    np.testing.assert_allclose(exact(step.out["site"]), np.linalg.norm(stream, axis=-1), rtol=1e-6)
+    assert taken(step).dtype == torch.float32
+    np.testing.assert_allclose(exact(taken(step)), np.linalg.norm(stream, axis=-1), rtol=1e-6)
 
     t, step = reading(rows)
     t.probes["r"] = torch.from_numpy(np.random.default_rng(5).normal(size=(2, WIDTH)).astype(np.float32))
     vt.project(t, "r", hidden, residual)
-    np.testing.assert_allclose(exact(step.out["site"]), stream @ exact(t.probes["r"]).T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(exact(taken(step)), stream @ exact(t.probes["r"]).T, rtol=1e-5, atol=1e-6)
 
     t, step = reading(rows, ((0, 2), (2, 3)))
     vt.mean(t, "r", hidden, residual)
     expected = np.stack([stream[:2].sum(0), stream[2]])
-    np.testing.assert_allclose(exact(step.out["site"]), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(exact(taken(step)), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("rows", SELECTIONS.values(), ids=SELECTIONS)
@@ -186,9 +192,9 @@ def test_what_was_read_is_no_alias(verb: str, rows: Any) -> None:
     hidden = values(0, torch.float32)
     t, step = reading(rows, ((0, 1), (1, 2), (2, 3)))
     getattr(vt, verb)(t, "r", hidden)
-    before = step.out["site"].clone()
+    before = taken(step).clone()
     hidden.fill_(9.0)
-    assert torch.equal(step.out["site"], before)
+    assert torch.equal(taken(step), before)
 
 
 def test_a_block_refuses_a_name_twice() -> None:

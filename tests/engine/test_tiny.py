@@ -1,0 +1,260 @@
+"""Tiny random models in float32 against Hugging Face: every verb at every kind of place, first to last layer.
+
+One engine a family serves it all. Each edit stands alone in its request, at one place, on rows that are not all
+neighbours, so that a wrong row, column, layer or half of a residual shows in every later layer and in the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from tests.engine.runs import Case, Floats, Run, largest, run_spec
+from tests.engine.twin import Change, Edit, Twin
+from tests.models import tiny
+
+pytestmark = pytest.mark.engine
+
+LAYERS, WIDTH, HEAD_DIM = 4, 128, 32
+EDITED_LAYERS = (0, 2, 3)
+BOUND = 1e-5
+"""Largest difference from Hugging Face; the streams reach about 10."""
+
+SHORT = [40, 75, 222, 17, 98, 113, 201]
+LONG = [7 + (i * 37) % 250 for i in range(24)]
+"""Longer than Gemma's sliding window of 16."""
+
+STREAMS = ("resid_mid", "resid_post")
+PARTS = ("ln1", "q", "rot_q", "k", "rot_k", "v", "z", "attn_out", "ln2", "mlp_post", "mlp_out")
+ENDS = ("embed", "final_norm")
+WITH_HEADS = ("q", "rot_q", "k", "rot_k", "v", "z")
+WIDTHS = {"k": 64, "rot_k": 64, "v": 64, "mlp_post": 256}
+
+FACTOR = {"add": 0.75, "set": 0.75, "scale": -1.5, "zero": 0.0}
+TOKENS: dict[str, Any] = {
+    "add": {"rows": "sampling", "except": {"steps": [1]}},
+    "scale": {"positions": [0, "2..3", -1]},
+    "zero": {"steps": [0, 2]},
+    "set": {"rows": "all", "except": {"positions": [0]}},
+}
+DIMS = (0, 3, 4, 5, 6, 31)
+NARROWED: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "dims": {"dims": [0, "3..6", 31]},
+    "heads": {"heads": [1]},
+    "head_dims": {"heads": [1], "dims": [0, "3..6", 31]},
+}
+
+
+def vector_of(width: int, layer: int | None) -> Floats:
+    return np.random.default_rng([width, 99 if layer is None else layer]).standard_normal(width).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One verb at one alias, as an edit of the spec and by hand."""
+
+    verb: str
+    narrowed: str
+    alias: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.verb}_{self.narrowed}_{self.alias}"
+
+    @property
+    def width(self) -> int:
+        return WIDTHS.get(self.alias, WIDTH)
+
+    @property
+    def layers(self) -> tuple[int | None, ...]:
+        return (None,) if self.alias in ENDS else EDITED_LAYERS
+
+    def site(self, layer: int | None) -> str:
+        return self.alias if layer is None else f"{self.alias}[{layer}]"
+
+    def in_spec(self) -> dict[str, Any]:
+        fields = dict(NARROWED[self.narrowed])
+        if self.verb in ("add", "set"):
+            fields |= {"vector": self.alias if self.alias in ENDS else f"w{self.width}", "scale": FACTOR[self.verb]}
+        elif self.verb == "scale":
+            fields |= {"by": FACTOR["scale"]}
+        at = self.alias if self.alias in ENDS else f"{self.alias}[{', '.join(map(str, EDITED_LAYERS))}]"
+        return {"at": at, "tokens": TOKENS[self.verb], self.verb: fields}
+
+    def by_hand(self, case: Case, layer: int | None) -> Edit:
+        return Edit(self.site(layer), self._rows(case), self._change(layer))
+
+    def _rows(self, case: Case) -> list[int]:
+        last = case.prompt - 1
+        if self.verb == "add":
+            return [p for p in range(last, case.rows) if p != last + 1]
+        if self.verb == "scale":
+            return [0, 2, 3, last]
+        return [last, last + 2] if self.verb == "zero" else list(range(1, case.rows))
+
+    def _change(self, layer: int | None) -> Change:
+        columns = {
+            "whole": list(range(self.width)),
+            "dims": list(DIMS),
+            "heads": list(range(HEAD_DIM, 2 * HEAD_DIM)),
+            "head_dims": [HEAD_DIM + d for d in DIMS],
+        }[self.narrowed]
+        factor, vector = FACTOR[self.verb], torch.from_numpy(vector_of(self.width, layer))
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            if self.verb == "add":
+                new = x + factor * vector
+            elif self.verb == "set":
+                new = (factor * vector).expand(x.shape)
+            else:
+                new = x * factor
+            out = x.clone()
+            out[:, columns] = new[:, columns]
+            return out
+
+        return apply
+
+
+def trials(family: str) -> list[Trial]:
+    if family in ("gemma2", "gpt2"):  # the verbs are the same; what differs is where the stream is
+        return [Trial(verb, "whole", alias) for verb in TOKENS for alias in ("resid_post", "resid_mid")]
+    found = [Trial(v, n, a) for v in TOKENS for n in ("whole", "dims") for a in (*STREAMS, *PARTS, *ENDS)]
+    return found + [Trial(v, n, a) for v in TOKENS for n in ("heads", "head_dims") for a in WITH_HEADS]
+
+
+def spec_of(family: str, folder: Path) -> str:
+    """JSON is YAML."""
+    tensors = {f"w{w}_{i}": vector_of(w, i) for w in (64, 128, 256) for i in range(LAYERS)}
+    save_file(tensors | {"ends": vector_of(WIDTH, None)}, folder / "vectors.safetensors")
+    aliases = [*STREAMS, *(a for a in PARTS if family != "gpt2" or not a.startswith("rot_"))]
+    reads: dict[str, Any] = {
+        f"read_{a}": {"at": f"{a}[*]", "tokens": "all", "sees": "after_edits"} for a in ("resid_pre", *aliases)
+    }
+    reads |= {f"read_{a}": {"at": a, "tokens": "all", "sees": "after_edits"} for a in ENDS}
+    tried = trials(family)
+    return json.dumps(
+        {
+            "vtaps": 1,
+            "model": {"path": str(tiny(family)), "dtype": "float32"},
+            "engine": {"vllm": {"max_model_len": 128}},
+            "vectors": {f"w{w}": {"file": "vectors.safetensors", "tensor": f"w{w}_{{layer}}"} for w in (64, 128, 256)}
+            | {a: {"file": "vectors.safetensors", "tensor": "ends"} for a in ENDS},
+            "reads": reads,
+            "edits": {t.name: t.in_spec() for t in tried},
+            "prompts": {"one": [{"id": "short", "ids": SHORT}], "other": [{"id": "long", "ids": LONG}]},
+            "arms": {"base": {"reads": list(reads)}}
+            | {
+                t.name: {
+                    "prompts": ["one"],
+                    "edits": [t.name],
+                    "reads": ["read_resid_mid", "read_resid_post", f"read_{t.alias}"]
+                    if t.alias not in STREAMS
+                    else ["read_resid_mid", "read_resid_post"],
+                    "sweep": {f"{t.name}.at": "each"},
+                }
+                for t in tried
+            },
+            "sampling": {"temperature": 0, "max_tokens": 5, "ignore_eos": True},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    family: str
+    run: Run
+    twin: Twin
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gpt2"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Served(request.param, run_spec(spec_of(request.param, folder), folder), Twin(tiny(request.param)))
+
+
+def canonical(family: str, name: str) -> str:
+    """The site that a name stands for: ``resid_pre[i]`` is the stream after the layer before."""
+    alias, _, rest = name.partition("[")
+    if alias != "resid_pre":
+        return name
+    layer = int(rest[:-1])
+    if layer:
+        return f"resid_post[{layer - 1}]"
+    return name if family in ("gemma2", "gpt2") else "embed"
+
+
+def test_every_alias_of_every_layer(served: Served) -> None:
+    for case in served.run.cases("base").values():
+        seen = served.twin.forward(case.fed)
+        assert seen.greedy(case.prompt) == case.generated
+        for read in served.run.result.reads:
+            alias = read.removeprefix("read_")
+            for name in [alias] if alias in ENDS else [f"{alias}[{i}]" for i in range(LAYERS)]:
+                positions, found = served.run.read(read, case, canonical(served.family, name))
+                assert positions == list(range(case.rows))
+                if (served.family, name) != ("gemma2", "embed"):  # Hugging Face's module scales it, vLLM's does not
+                    assert largest(found, seen.values[name]) < BOUND, name
+
+
+def test_residual_identities(served: Served) -> None:
+    """A stream is the whole of a pair and nothing twice: what the sub-blocks put out adds up to it."""
+    for case in served.run.cases("base").values():
+        for i in range(LAYERS):
+            names = {a: f"{a}[{i}]" for a in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")}
+            x = {a: served.run.read(f"read_{a}", case, canonical(served.family, n))[1] for a, n in names.items()}
+            assert largest(x["resid_pre"] + x["attn_out"], x["resid_mid"]) < BOUND, names["resid_mid"]
+            assert largest(x["resid_mid"] + x["mlp_out"], x["resid_post"]) < BOUND, names["resid_post"]
+            # No term is so small that leaving it out would pass.
+            assert min(np.abs(x[a]).max() for a in x) > 100 * BOUND
+
+
+@pytest.mark.parametrize("narrowed", NARROWED)
+@pytest.mark.parametrize("verb", TOKENS)
+def test_every_verb_at_every_place(served: Served, verb: str, narrowed: str) -> None:
+    tried = [t for t in trials(served.family) if (t.verb, t.narrowed) == (verb, narrowed)]
+    if not tried:
+        pytest.skip("the same code as in the other families")
+    wrong: list[str] = []
+    for trial in tried:
+        for layer in trial.layers:
+            wrong += check_trial(served, trial, layer)
+    assert not wrong, "\n".join(wrong)
+
+
+def check_trial(served: Served, trial: Trial, layer: int | None) -> list[str]:
+    """What differs from the same edit by hand: tokens, streams of every layer, the place itself, rows counted."""
+    run, site = served.run, trial.site(layer)
+    column = f"{trial.name}.at"
+    case = run.cases(trial.name, **{column: site})["short"]
+    edit = trial.by_hand(case, layer)
+    seen, unedited = served.twin.forward(case.fed, [edit]), served.twin.forward(case.fed)
+    wrong: list[str] = []
+    if seen.greedy(case.prompt) != case.generated:
+        wrong.append(f"{trial.name} at {site}: tokens {case.generated}, not {seen.greedy(case.prompt)}")
+    names = [f"{alias}[{i}]" for alias in STREAMS for i in range(LAYERS)]
+    if trial.alias not in STREAMS:
+        names.append(site)
+    for name in names:
+        read = f"read_{name.partition('[')[0]}"
+        positions, found = run.read(read, case, name)
+        off = largest(found, seen.values[name])
+        if positions != list(range(case.rows)) or not off < BOUND * reach(seen.values[name]):
+            wrong.append(f"{trial.name} at {site}: {name} is off by {off:.1e}")
+    if largest(seen.logits, unedited.logits) < 1e-2:
+        wrong.append(f"{trial.name} at {site}: the edit does next to nothing, which proves little")
+    if run.fired(trial.name, case) != (len(edit.rows), len(edit.rows)):
+        wrong.append(f"{trial.name} at {site}: {run.fired(trial.name, case)} rows, not {len(edit.rows)}")
+    return wrong
+
+
+def reach(values: Floats) -> float:
+    """How far past 10 an edit has driven a stream: rounding grows with it."""
+    return max(1.0, float(np.abs(values).max()) / 10)
