@@ -143,9 +143,7 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
         yield from progress.track(list(tensors), description="  de-quantising")
 
     with mock.patch.object(gguf_loader, "tqdm", shown):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32
-        )
+        loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     progress.update(steps, advance=1, description="bfloat16")
 
     config = loaded.config

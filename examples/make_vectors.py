@@ -1,7 +1,8 @@
-"""Makes ``vectors/paris.safetensors``: at three layers, where the stream points when the next token is " Paris".
+"""Makes ``vectors/paris.safetensors``: after every layer, what sets "…, whose capital is Paris" apart in the stream.
 
-The mean last-token stream (Hugging Face ``hidden_states``) over prompts that Paris completes, minus the mean over
-prompts that other cities complete, scaled to norm 1: ``layer_{i}``, float32 ``[576]``.
+The mean last-token stream (Hugging Face ``hidden_states``) over four sentences about France's capital, minus the mean
+over the same sentences about six other countries, scaled to norm 1: ``layer_{i}``, float32 ``[576]``. Japan and Italy,
+which examples/paris.yaml asks about, are not among the six. The last layer is left out: Hugging Face norms its entry.
 
     python examples/make_vectors.py models/smollm2-135m-instruct
 """
@@ -15,33 +16,25 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-LAYERS = (10, 12, 14)
-PARIS = (
-    "The capital of France is",
-    "The Eiffel Tower is in the city of",
-    "The Louvre is a museum in the city of",
-    "The 2024 Olympics were held in the city of",
-    "Notre-Dame stands in the city of",
-    "The river Seine flows through the city of",
+SENTENCES = (
+    "The capital of {} is",
+    "{}'s capital is",
+    "The capital city of {} is",
+    "The capital of {} is the city of",
 )
-ELSEWHERE = (
-    "The capital of Japan is",
-    "The Colosseum is in the city of",
-    "The British Museum is a museum in the city of",
-    "The 2016 Olympics were held in the city of",
-    "The Brandenburg Gate stands in the city of",
-    "The river Thames flows through the city of",
-)
+PARIS = ("France",)
+ELSEWHERE = ("Germany", "Spain", "Egypt", "Greece", "Poland", "Peru")
 
 
 @torch.no_grad()
-def mean_stream(model: torch.nn.Module, tokenizer: object, prompts: tuple[str, ...]) -> dict[int, torch.Tensor]:
-    sums = {layer: torch.zeros(model.config.hidden_size) for layer in LAYERS}
+def mean_stream(model: torch.nn.Module, tokenizer: object, countries: tuple[str, ...]) -> torch.Tensor:
+    """``[layers, hidden]``: the stream after each layer but the last, at the last token, averaged over sentences."""
+    prompts = [sentence.format(country) for country in countries for sentence in SENTENCES]
+    streams = []
     for prompt in prompts:
         hidden = model(**tokenizer(prompt, return_tensors="pt"), output_hidden_states=True).hidden_states
-        for layer in LAYERS:
-            sums[layer] += hidden[layer + 1][0, -1] / len(prompts)
-    return sums
+        streams.append(torch.stack([h[0, -1] for h in hidden[1:-1]]))
+    return torch.stack(streams).mean(0)
 
 
 def main(folder: str) -> None:
@@ -49,9 +42,9 @@ def main(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     towards, away = mean_stream(model, tokenizer, PARIS), mean_stream(model, tokenizer, ELSEWHERE)
     vectors = {}
-    for layer in LAYERS:
-        direction = towards[layer] - away[layer]
-        print(f"layer {layer}: stream {towards[layer].norm():.1f}, difference {direction.norm():.1f}")
+    for layer, (one, other) in enumerate(zip(towards, away, strict=True)):
+        direction = one - other
+        print(f"layer {layer}: stream {one.norm():.1f}, difference {direction.norm():.1f}")
         vectors[f"layer_{layer}"] = (direction / direction.norm()).contiguous()
     target = Path(__file__).parent / "vectors" / "paris.safetensors"
     save_file(vectors, target, metadata={"made_by": "examples/make_vectors.py"})
