@@ -17,13 +17,16 @@ def drift(files: dict[str, str], folder: Path, spec_file: str) -> list[Diagnosti
     out: list[Diagnostic] = []
     spec_span = Span(spec_file)
     fix = f"run: vtaps compile {spec_file}"
+    missing = [name for name in files if not (folder / name).exists()]
+    if missing:
+        what = f"{' and '.join(missing)} {'does' if len(missing) == 1 else 'do'} not exist"
+        out.append(Diagnostic("VT403", what, spec_span, note=fix))
     for name, text in files.items():
+        if name in missing:
+            continue
         path = folder / name
         try:
             there = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            out.append(Diagnostic("VT403", f"{name} does not exist", spec_span, note=fix))
-            continue
         except (OSError, UnicodeDecodeError) as error:
             out.append(Diagnostic("VT403", f"{name} cannot be read: {error}", spec_span, note=fix))
             continue

@@ -28,12 +28,16 @@ def names(spec_file: str) -> tuple[str, str]:
 def build(plan: Plan, block: Block) -> dict[str, Any]:
     spec = plan.spec
     spec_name = PurePosixPath(spec.file.replace("\\", "/")).name
+    sites = {p.site.name: p.site for p in plan.locations}
+    # What no arm lists is in no location of the block, so its sites are not in the lock either.
+    listed = {(s.kind, s.name) for p in plan.locations for s in p.statements}
+    edits = {name: p for name, p in plan.edits.items() if ("edit", name) in listed}
+    reads = {name: p for name, p in plan.reads.items() if ("read", name) in listed}
     used = {
         n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
-    } | {v for r in plan.reads.values() for v in r.read.vectors} | {
-        e.edit.vector for e in plan.edits.values() if e.edit.vector is not None
+    } | {v for r in reads.values() for v in r.read.vectors} | {
+        e.edit.vector for e in edits.values() if e.edit.vector is not None
     }  # fmt: skip
-    sites = {p.site.name: p.site for p in plan.locations}
     return {
         "lock": LOCK_VERSION,
         "spec": {"file": spec_name, "digest": digest(expand(spec))},
@@ -61,7 +65,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "columns": None if p.columns is None else [list(c) for c in p.columns],
                 "tokens": p.edit.tokens.to_json(),
             }
-            for name, p in plan.edits.items()
+            for name, p in edits.items()
         },
         "reads": {
             name: {
@@ -73,7 +77,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
             }
-            for name, p in plan.reads.items()
+            for name, p in reads.items()
         },
         "overrides": {
             name: {"start": p.override.start, "ids": list(p.ids), "text": p.override.text}

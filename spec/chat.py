@@ -1,14 +1,13 @@
 """Chat messages → text by the model's own template, and the turns of the text.
 
 The environment is the one that Hugging Face templates are written for (sandboxed Jinja2, trimmed blocks, loop
-controls, ``raise_exception``, ``strftime_now``).
+controls, ``raise_exception``), without a clock.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,8 @@ class Template:
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         env.filters["tojson"] = tojson
         env.globals["raise_exception"] = raise_exception
-        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        # No strftime_now: a prompt with today's date would be another prompt tomorrow.  Templates that ask whether
+        # it is there fall back to a date of their own; the others are refused in `render`.
         self._special = {
             k: v["content"] if isinstance(v, dict) else v
             for k, v in _config(folder).items()
@@ -75,23 +75,47 @@ class Template:
                 messages=messages, add_generation_prompt=generation_prompt, tools=None, documents=None, **self._special
             )
         except Exception as error:  # a template can raise anything
+            if "strftime_now" in str(error):
+                why = "it prints today's date, and the prompt would change every day: give the prompt as text"
+                raise ChatError(f"the chat template cannot be used: {why}") from None
             raise ChatError(f"the chat template refuses these messages: {error}") from None
 
     def turns(self, messages: Messages) -> tuple[str, list[tuple[str, int, int | None]]]:
         """The prompt text and its turns as (role, first character, past the last character; None for the turn
-        being generated).  A turn holds its header; text that the template puts before the first message belongs
-        to no turn's content but is counted with the first.
+        being generated).  A turn holds its header; a system message that the template adds by itself is a turn of
+        the role ``system``, and a beginning-of-sequence token is in no turn.
 
         Raises ChatError, also where the template does not build the text message by message.
         """
         text = self.render(messages, generation_prompt=True)
         turns: list[tuple[str, int, int | None]] = []
-        start = 0
+        bos = self._special.get("bos_token") or ""
+        start = len(bos) if bos and text.startswith(bos) else 0
         for i, message in enumerate(messages):
             part = self.render(messages[: i + 1], generation_prompt=False)
             if not text.startswith(part) or len(part) < start:
                 raise ChatError("the chat template does not build its text message by message: turns are not known")
+            if i == 0 and (own := self._first_turn(message, part)) > start:
+                turns.append(("system", start, own))
+                start = own
             turns.append((str(message["role"]), start, len(part)))
             start = len(part)
         turns.append(("assistant", start, None))
+        if bos and any(text.startswith(bos, begin) for _, begin, _ in turns[1:]):
+            # SmolLM2's is <|im_start|>: the header of every turn, not something in front of the first.
+            turns[0] = (turns[0][0], 0, turns[0][2])
         return text, turns
+
+    def _first_turn(self, message: dict[str, Any], part: str) -> int:
+        """Where the first message's own turn begins in ``part``, its rendering alone: the message said once more
+        after an answer shows what it looks like without what the template puts before a first one."""
+        if message["role"] != "user":
+            return 0
+        said = [message, {"role": "assistant", "content": "x"}]
+        try:
+            before = self.render(said, generation_prompt=False)
+            again = self.render([*said, message], generation_prompt=False)
+        except ChatError:
+            return 0
+        own = again.removeprefix(before)
+        return len(part) - len(own) if again.startswith(before) and own and part.endswith(own) else 0

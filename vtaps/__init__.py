@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vtaps.check import check_file as check_file
     from vtaps.compiling import compile_plan as compile_plan
+    from vtaps.running import run_checked as run_checked
     from vtaps.runtime.results.load import RunError as RunError
     from vtaps.runtime.results.load import RunResult as RunResult
     from vtaps.runtime.results.load import load as load
-    from vtaps.running import run_checked as run_checked
 
 __version__ = "0.1.0"
 

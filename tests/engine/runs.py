@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,9 @@ from vtaps.runtime.results.load import RunResult
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
+
+CONTINUED = (7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33)
+"""The tokens of the demo model's CONTINUATION, as its tokenizer counts them."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -161,12 +164,19 @@ def serve(folder: Path, *jobs: Mapping[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def plain_requests(rows: Iterable[Mapping[str, Any]], lock: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The requests of a run, in its order, without what vtaps adds to them."""
-    for row in rows:
-        if row["completion"] == 0:
-            sampling = lock["arms"][row["arm"]]["sampling"]
-            yield {"key": row["request"], "ids": row["prompt_token_ids"], "sampling": sampling}
+def requests_of(rows: Iterable[Mapping[str, Any]], lock: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The requests of a run for :func:`serve`, in its order."""
+    return [
+        {
+            "key": row["request"],
+            "arm": row["arm"],
+            "point": int(row["request"].rpartition("/")[2]),
+            "ids": row["prompt_token_ids"],
+            "sampling": lock["arms"][row["arm"]]["sampling"],
+        }
+        for row in rows
+        if row["completion"] == 0
+    ]
 
 
 def largest(found: Any, wanted: Any) -> float:

@@ -2,11 +2,11 @@
 
     python -m tests.engine.serve FOLDER
 
-reads ``FOLDER/jobs.json``, a list of batches, and writes ``FOLDER/answers.json``: for each, request key → its
-tokens, text and logprobs.  A job has ``lock``, ``base`` (the folder that the lock's names start from) and
-``requests``; each gets an engine.  With ``block``, the path of a block, the engine serves it: requests then name
-their arm and point, ``nan`` lists vectors that are replaced by NaN in the worker, and what the reads of job N kept
-goes to ``FOLDER/reads-N.npz``.
+reads ``FOLDER/jobs.json`` and writes ``FOLDER/answers.json``: for each job, request key → tokens, text and logprobs.
+A job has ``lock``, ``base`` (the folder that the lock's names start from) and ``requests``; each gets an engine, and a
+plain one serves ``then`` once it has served them.  With ``block``, the path of a block, the engine serves it: requests
+then name their arm and point, ``nan`` lists vectors that are replaced by NaN in the worker, and the rows that the
+reads of job N kept go to ``FOLDER/reads-N.npz``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def told(output: Any) -> dict[str, Any]:
 
 def plain(job: Mapping[str, Any]) -> Answer:
     frontend = plain_engine(job["lock"], Path(job["base"]))
-    for request in job["requests"]:
-        frontend.add(request["key"], request["ids"], request["sampling"], None)
     done: Answer = {}
-    while frontend.busy():
-        done.update({key: told(outputs[0]) for key, outputs in frontend.step()})
+    for batch in (job["requests"], job.get("then", ())):
+        for request in batch:
+            frontend.add(request["key"], request["ids"], request["sampling"], None)
+        while frontend.busy():
+            done.update({key: told(outputs[0]) for key, outputs in frontend.step()})
     frontend.close()
     return done
 
@@ -46,7 +47,7 @@ def compiled(job: Mapping[str, Any], folder: Path, reads: Path) -> Answer:
     load = Program.load_vector
 
     def poisoned(self: Program, name: str, site: SiteEntry) -> Any:
-        return np.full(site.width, np.nan, np.float32) if name in job["nan"] else load(self, name, site)
+        return np.full(site.width, np.nan, np.float32) if name in job.get("nan", ()) else load(self, name, site)
 
     sampling = {r["key"]: r["sampling"] for r in job["requests"]}
     requests = [Request(r["key"], r["arm"], r["point"], "group", "", tuple(r["ids"])) for r in job["requests"]]
@@ -59,8 +60,9 @@ def compiled(job: Mapping[str, Any], folder: Path, reads: Path) -> Answer:
         for finished in engine.run(requests, lambda request: sampling[request.key]):
             key, completion = finished.request.key, finished.completions[0]
             done[key] = {**told(completion), "fired": completion.record.fired}
-            for (read, site), rows in completion.record.reads.items():
-                kept[f"{key} {read} {site}"] = rows.values["rows"]
+            for (read, site), found in completion.record.reads.items():
+                if "rows" in found.values:
+                    kept[f"{key} {read} {site}"] = found.values["rows"]
     np.savez(reads, **kept)
     return done
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.engine.runs import Run, demo_model, largest, plain_requests, python, rounding, run_spec, serve
+from examples.demo_model import CONTINUATION, PROMPT
+from tests.engine.runs import CONTINUED, Run, demo_model, largest, python, requests_of, rounding, run_spec, serve
 from tests.models import tiny
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ arms:
   steered: {edits: [steer], reads: [stream, heads, top, mean]}
   ablated: {edits: [ablate], reads: [stream, heads, top, mean]}
   patched: {edits: [patch], reads: [stream, heads, top, mean]}
-sampling: {temperature: 0, max_tokens: 8, ignore_eos: true, logprobs: 1}
+sampling: {temperature: 0, max_tokens: 4, ignore_eos: true, logprobs: 1}
 """
 
 PROMPTS = [
@@ -67,14 +67,14 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    def run(name: str, scheduler: str = "max_num_seqs: 64", *, edited: bool = True) -> Run:
+    def run(name: str, scheduler: str = "max_num_seqs: 64") -> Run:
         folder = tmp_path_factory.mktemp(name)
         push = np.random.default_rng(1).standard_normal((30, 576)).astype(np.float32)
         push /= np.linalg.norm(push, axis=1, keepdims=True)
         save_file({f"layer_{i}": push[i] for i in range(30)}, folder / "push.safetensors")
         prompts = json.dumps([{"id": str(i), "text": text} for i, text in enumerate(PROMPTS)])
         text = SPEC.replace("MODEL", str(demo_model())).replace("SCHEDULER", scheduler).replace("PROMPTS", prompts)
-        return run_spec(text if edited else re.sub(r"edits: \[\w+\]", "edits: []", text), folder)
+        return run_spec(text, folder)
 
     return run
 
@@ -119,9 +119,31 @@ def test_chunked_prefill(serving: Callable[..., Run], batch: Run) -> None:
     assert_same(batch, serving("chunked", chunked))
 
 
-def test_unedited_requests_are_bit_identical_to_plain_vllm(batch: Run, tmp_path: Path) -> None:
-    requests = list(plain_requests(batch.rows, batch.lock))
-    (plain,) = serve(tmp_path, {"lock": batch.lock, "base": str(tmp_path), "requests": requests})
+@pytest.fixture(scope="module")
+def others(batch: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The same batch on plain vLLM, and on the same block with nobody edited: two answers, and the latter's reads.
+    Plain vLLM then continues the demo's prompt."""
+    folder = tmp_path_factory.mktemp("others")
+    plain = {"lock": batch.lock, "base": str(batch.result.path.parent), "requests": requests_of(batch.rows, batch.lock)}
+    lock = json.loads(json.dumps(batch.lock))
+    for arm in lock["arms"].values():
+        for point in arm["points"]:
+            point["edits"] = []
+    block = {**plain, "lock": lock, "block": str(batch.result.path / lock["block"]["file"])}
+    ids = batch.cases("base")["0"]
+    demo = {"key": "demo", "ids": ids.ids[: ids.prompt], "sampling": {"temperature": 0, "max_tokens": 16}}
+    answers = serve(folder, {**plain, "then": [demo]}, block)
+    return answers[0], answers[1], np.load(folder / "reads-1.npz")
+
+
+def test_plain_vllm_continues_the_demo_s_prompt_as_vtaps_does(others: tuple[Any, Any, Any]) -> None:
+    """The other side of test_smollm2.py's first test."""
+    assert PROMPTS[0] == PROMPT
+    assert others[0]["demo"]["text"] == CONTINUATION and others[0]["demo"]["token_ids"] == list(CONTINUED)
+
+
+def test_unedited_requests_are_bit_identical_to_plain_vllm(batch: Run, others: tuple[Any, Any, Any]) -> None:
+    plain, unedited, _ = others
     changed = 0
     for row in batch.rows:
         case, told = batch.case(row), plain[row["request"]]
@@ -130,23 +152,25 @@ def test_unedited_requests_are_bit_identical_to_plain_vllm(batch: Run, tmp_path:
             assert bits(case.logprobs) == bits(told["logprobs"])
         else:
             changed += bits(case.logprobs) != bits(told["logprobs"])
+        # With nobody edited every request is plain vLLM's, whatever is read of it.
+        assert unedited[row["request"]]["token_ids"] == told["token_ids"]
+        assert bits(unedited[row["request"]]["logprobs"]) == bits(told["logprobs"])
     assert changed == 48, "an edited request went out as plain vLLM would have served it"
 
 
-def test_reads_do_not_depend_on_edited_neighbours(serving: Callable[..., Run], batch: Run) -> None:
-    unedited = serving("unedited", edited=False)
-    theirs = unedited.cases("base")
+def test_reads_do_not_depend_on_edited_neighbours(batch: Run, others: tuple[Any, Any, Any]) -> None:
+    reads = others[2]
     for prompt, case in batch.cases("base").items():
-        for site in SITES:
-            one, other = (r.read("stream", c, site)[1] for r, c in ((batch, case), (unedited, theirs[prompt])))
-            assert bits(one) == bits(other), (prompt, site)
+        for read, site in (*(("stream", site) for site in SITES), ("heads", "z[15]")):
+            kept = reads[f"{case.request} {read} {site}"]
+            assert bits(batch.read(read, case, site)[1]) == bits(kept), (prompt, site)
 
 
 def bits(values: Any) -> bytes:
     return np.asarray(values, np.float32).tobytes()
 
 
-# Rows that are not selected, on a model small enough for three engines in one process
+# Rows that are not selected, on a model small enough for two engines in a moment
 
 GATED = """
 vtaps: 1
@@ -160,6 +184,7 @@ edits:
   first: {at: "resid_post[1]", tokens: {positions: [0]}, add: {vector: bad}}
   never: {at: ["resid_post[1]", "mlp_out[2]"], tokens: {steps: [6]}, set: {vector: bad}}
   nothing: {at: "resid_post[2]", tokens: all, add: {vector: bad}}
+  unlisted: {at: "resid_post[0]", tokens: all, zero: {}}
 prompts:
   four: [{id: a, ids: [40, 75, 222]}, {id: b, ids: [17, 98, 113, 201, 9]}, {id: c, ids: [60]}, {id: d, ids: [33, 71]}]
 arms:
@@ -182,10 +207,10 @@ def test_a_row_that_is_not_selected_is_not_computed(tmp_path: Path) -> None:
         for number, ids in enumerate([[40, 75, 222], [17, 98, 113, 201, 9], [60], [33, 71]])
         for arm in ("base", "poisoned", "late", "off")
     ]
-    job = {"lock": lock, "base": str(tmp_path), "requests": requests}
-    served = {**job, "block": str(tmp_path / "gated.block.py")}
-    plain, finite, nan = serve(tmp_path, job, {**served, "nan": []}, {**served, "nan": ["bad"]})
-    reads = [np.load(tmp_path / f"reads-{number}.npz") for number in (1, 2)]
+    block = str(tmp_path / "gated.block.py")
+    job = {"lock": lock, "base": str(tmp_path), "block": block, "requests": requests}
+    finite, nan = serve(tmp_path, job, {**job, "nan": ["bad"]})
+    reads = [np.load(tmp_path / f"reads-{number}.npz") for number in (0, 1)]
     for request in requests:
         key = request["key"]
         one, other = finite[key], nan[key]
@@ -198,6 +223,5 @@ def test_a_row_that_is_not_selected_is_not_computed(tmp_path: Path) -> None:
             continue
         assert other["fired"] == {}
         assert streams[0] == streams[1]
-        for answer in (one, other):
-            assert answer["token_ids"] == plain[key]["token_ids"]
-            assert bits(answer["logprobs"]) == bits(plain[key]["logprobs"])
+        assert one["token_ids"] == other["token_ids"]
+        assert bits(one["logprobs"]) == bits(other["logprobs"])

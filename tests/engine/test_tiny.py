@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 LAYERS, WIDTH, HEAD_DIM = 4, 128, 32
 EDITED_LAYERS = (0, 2, 3)
 BOUND = 1e-5
-"""Largest difference from Hugging Face; the streams reach about 10."""
+"""Largest difference from Hugging Face where values reach 10, as they do in these models."""
 
 SHORT = [40, 75, 222, 17, 98, 113, 201]
 LONG = [7 + (i * 37) % 250 for i in range(24)]
@@ -74,6 +74,10 @@ class Trial:
         return WIDTHS.get(self.alias, WIDTH)
 
     @property
+    def vector(self) -> str:
+        return "ends" if self.alias in ENDS else f"w{self.width}"
+
+    @property
     def layers(self) -> tuple[int | None, ...]:
         return (None,) if self.alias in ENDS else EDITED_LAYERS
 
@@ -83,7 +87,7 @@ class Trial:
     def in_spec(self) -> dict[str, Any]:
         fields = dict(NARROWED[self.narrowed])
         if self.verb in ("add", "set"):
-            fields |= {"vector": self.alias if self.alias in ENDS else f"w{self.width}", "scale": FACTOR[self.verb]}
+            fields |= {"vector": self.vector, "scale": FACTOR[self.verb]}
         elif self.verb == "scale":
             fields |= {"by": FACTOR["scale"]}
         at = self.alias if self.alias in ENDS else f"{self.alias}[{', '.join(map(str, EDITED_LAYERS))}]"
@@ -123,45 +127,49 @@ class Trial:
         return apply
 
 
-def trials(family: str) -> list[Trial]:
-    if family in ("gemma2", "gpt2"):  # the verbs are the same; what differs is where the stream is
-        return [Trial(verb, "whole", alias) for verb in TOKENS for alias in ("resid_post", "resid_mid")]
-    found = [Trial(v, n, a) for v in TOKENS for n in ("whole", "dims") for a in (*STREAMS, *PARTS, *ENDS)]
-    return found + [Trial(v, n, a) for v in TOKENS for n in ("heads", "head_dims") for a in WITH_HEADS]
+def trials(family: str, verb: str | None = None) -> list[Trial]:
+    """Every verb (or one), column form and alias; fewer where only the places differ from the first families."""
+    if family in ("gemma2", "gpt2"):
+        found = [Trial(v, "whole", a) for v in TOKENS for a in (*STREAMS, "attn_out", "mlp_out", "z")]
+        found += [Trial(v, "heads", a) for v in TOKENS for a in ("q", "z")]
+    else:
+        found = [Trial(v, n, a) for v in TOKENS for n in ("whole", "dims") for a in (*STREAMS, *PARTS, *ENDS)]
+        found += [Trial(v, n, a) for v in TOKENS for n in ("heads", "head_dims") for a in WITH_HEADS]
+    return [t for t in found if verb in (None, t.verb)]
 
 
 def spec_of(family: str, folder: Path) -> str:
-    """JSON is YAML."""
+    """The arm ``base`` reads everything; every trial is an arm of its own. JSON is YAML."""
+    file = "vectors.safetensors"
     tensors = {f"w{w}_{i}": vector_of(w, i) for w in (64, 128, 256) for i in range(LAYERS)}
-    save_file(tensors | {"ends": vector_of(WIDTH, None)}, folder / "vectors.safetensors")
-    aliases = [*STREAMS, *(a for a in PARTS if family != "gpt2" or not a.startswith("rot_"))]
-    reads: dict[str, Any] = {
-        f"read_{a}": {"at": f"{a}[*]", "tokens": "all", "sees": "after_edits"} for a in ("resid_pre", *aliases)
-    }
-    reads |= {f"read_{a}": {"at": a, "tokens": "all", "sees": "after_edits"} for a in ENDS}
+    save_file(tensors | {"ends": vector_of(WIDTH, None)}, folder / file)
     tried = trials(family)
+    aliases = ["resid_pre", *STREAMS, *(a for a in PARTS if family != "gpt2" or not a.startswith("rot_"))]
+    read = {"tokens": "all", "sees": "after_edits"}
+    reads = {f"read_{a}": {"at": f"{a}[*]", **read} for a in aliases} | {f"read_{a}": {"at": a, **read} for a in ENDS}
+    arms: dict[str, Any] = {"base": {"reads": list(reads)}}
+    for trial in tried:
+        seen = dict.fromkeys([*STREAMS, trial.alias])
+        arms[trial.name] = {
+            "prompts": ["one"],
+            "edits": [trial.name],
+            "reads": [f"read_{alias}" for alias in seen],
+            "sweep": {f"{trial.name}.at": "each"},
+        }
     return json.dumps(
         {
             "vtaps": 1,
             "model": {"path": str(tiny(family)), "dtype": "float32"},
             "engine": {"vllm": {"max_model_len": 128}},
-            "vectors": {f"w{w}": {"file": "vectors.safetensors", "tensor": f"w{w}_{{layer}}"} for w in (64, 128, 256)}
-            | {a: {"file": "vectors.safetensors", "tensor": "ends"} for a in ENDS},
+            "vectors": {
+                t.vector: {"file": file, "tensor": "ends" if t.vector == "ends" else f"{t.vector}_{{layer}}"}
+                for t in tried
+                if t.verb in ("add", "set")
+            },
             "reads": reads,
             "edits": {t.name: t.in_spec() for t in tried},
             "prompts": {"one": [{"id": "short", "ids": SHORT}], "other": [{"id": "long", "ids": LONG}]},
-            "arms": {"base": {"reads": list(reads)}}
-            | {
-                t.name: {
-                    "prompts": ["one"],
-                    "edits": [t.name],
-                    "reads": ["read_resid_mid", "read_resid_post", f"read_{t.alias}"]
-                    if t.alias not in STREAMS
-                    else ["read_resid_mid", "read_resid_post"],
-                    "sweep": {f"{t.name}.at": "each"},
-                }
-                for t in tried
-            },
+            "arms": arms,
             "sampling": {"temperature": 0, "max_tokens": 5, "ignore_eos": True},
         }
     )
@@ -201,7 +209,7 @@ def test_every_alias_of_every_layer(served: Served) -> None:
                 positions, found = served.run.read(read, case, canonical(served.family, name))
                 assert positions == list(range(case.rows))
                 if (served.family, name) != ("gemma2", "embed"):  # Hugging Face's module scales it, vLLM's does not
-                    assert largest(found, seen.values[name]) < BOUND, name
+                    assert largest(found, seen.values[name]) < BOUND * reach(seen.values[name]), name
 
 
 def test_residual_identities(served: Served) -> None:
@@ -210,22 +218,16 @@ def test_residual_identities(served: Served) -> None:
         for i in range(LAYERS):
             names = {a: f"{a}[{i}]" for a in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")}
             x = {a: served.run.read(f"read_{a}", case, canonical(served.family, n))[1] for a, n in names.items()}
-            assert largest(x["resid_pre"] + x["attn_out"], x["resid_mid"]) < BOUND, names["resid_mid"]
-            assert largest(x["resid_mid"] + x["mlp_out"], x["resid_post"]) < BOUND, names["resid_post"]
+            allowed = BOUND * reach(x["resid_post"])
+            assert largest(x["resid_pre"] + x["attn_out"], x["resid_mid"]) < allowed, names["resid_mid"]
+            assert largest(x["resid_mid"] + x["mlp_out"], x["resid_post"]) < allowed, names["resid_post"]
             # No term is so small that leaving it out would pass.
             assert min(np.abs(x[a]).max() for a in x) > 100 * BOUND
 
 
-@pytest.mark.parametrize("narrowed", NARROWED)
 @pytest.mark.parametrize("verb", TOKENS)
-def test_every_verb_at_every_place(served: Served, verb: str, narrowed: str) -> None:
-    tried = [t for t in trials(served.family) if (t.verb, t.narrowed) == (verb, narrowed)]
-    if not tried:
-        pytest.skip("the same code as in the other families")
-    wrong: list[str] = []
-    for trial in tried:
-        for layer in trial.layers:
-            wrong += check_trial(served, trial, layer)
+def test_a_verb_at_every_place(served: Served, verb: str) -> None:
+    wrong = [w for t in trials(served.family, verb) for layer in t.layers for w in check_trial(served, t, layer)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -256,5 +258,5 @@ def check_trial(served: Served, trial: Trial, layer: int | None) -> list[str]:
 
 
 def reach(values: Floats) -> float:
-    """How far past 10 an edit has driven a stream: rounding grows with it."""
+    """How far past 10 the values are: rounding grows with them."""
     return max(1.0, float(np.abs(values).max()) / 10)

@@ -68,6 +68,35 @@ def test_turns(ours: Tokens) -> None:
     assert [a for _, a, _ in ready.turns[1:]] == [b for _, _, b in ready.turns[:-1]]
 
 
+OWN = (
+    "{{ bos_token }}{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_system_message_of_the_templates_own_is_not_the_users(first: int, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(OWN)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    text, turns = Template(tmp_path).turns(CHAT[first:])
+    said = [(role, text[a:b]) for role, a, b in turns]
+    system = "You are kind." if first else "Be brief."
+    assert said[0] == ("system", f"<|im_start|>system\n{system}<|im_end|>\n")
+    assert said[1] == ("user", "<|im_start|>user\nThe capital of Paris is<|im_end|>\n")
+    assert [role for role, _ in said] == ["system", "user", "assistant", "user", "assistant"]
+    assert "".join(part for _, part in said) == text.removeprefix("<s>")
+
+
+def test_a_template_has_no_clock(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_text("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}26 Jul 2024{% endif %}")
+    assert Template(tmp_path).render(CHAT, generation_prompt=True) == "26 Jul 2024"
+    file.write_text("{{ strftime_now('%Y') }}")
+    with pytest.raises(ChatError, match="every day"):
+        Template(tmp_path).render(CHAT, generation_prompt=True)
+
+
 def test_match(ours: Tokens) -> None:
     encoded = ours.encode("The Paris is Paris", special=True)
     assert [ours.pieces(encoded.ids[a:b]) for a, b in encoded.occurrences(" Paris")] == [[" Paris"], [" Paris"]]

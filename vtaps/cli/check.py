@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from vtaps.cli.common import add_format, report
@@ -25,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
     from vtaps.check import check_file
     from vtaps.summary import describe
 
+    if args.expand and args.format != "text":
+        print("vtaps check: --expand prints YAML; it does not go with --format", file=sys.stderr)
+        return 2
     found: list[Diagnostic] = []
     documents: dict[str, str] = {}
     failed = False

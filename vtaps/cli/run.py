@@ -94,7 +94,9 @@ class _Bars:
         self._progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._progress.update(self._phase, completed=1)
         self._progress.stop()
 
     def watch(self) -> Any:
