@@ -1,0 +1,1 @@
+"""Benchmarks: programs that measure vtaps against plain vLLM, on the machine at hand."""
