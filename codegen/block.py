@@ -6,8 +6,6 @@ Writes nothing; the same plan gives the same bytes on every machine.
 from __future__ import annotations
 
 import ast
-import hashlib
-import json
 import keyword
 import re
 from dataclasses import dataclass
@@ -17,10 +15,10 @@ from typing import Any
 import libcst as cst
 
 from vtaps.codegen import nodes, reads, verbs
+from vtaps.spec import digests
 from vtaps.spec.expand import digest, edit_of, expand, one_line, read_of
 from vtaps.spec.plan import LocationPlan, Plan
-
-VLLM_RANGE = "0.32.*"
+from vtaps.spec.vllm_version import VLLM_RANGE
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ def structure(plan: Plan) -> str:
                 done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
         rows.append([site.module, site.side, site.element, site.value, site.residual, site.columns, site.width, done])
     facts = [plan.tree.architecture, plan.tree.dtype, VLLM_RANGE, rows]
-    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return digests.of_json(facts)
 
 
 def emit(plan: Plan) -> Block:
@@ -85,11 +82,7 @@ def emit(plan: Plan) -> Block:
         *(_function(location, plan, taken) for location in plan.locations),
     ]
     source = cst.Module(body=body, header=[nodes.comment_line(line) for line in header]).code
-    return Block(source, text_digest(source), shape, statements_of(source))
-
-
-def text_digest(text: str) -> str:
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return Block(source, digests.of_text(source), shape, statements_of(source))
 
 
 def _function(location: LocationPlan, plan: Plan, taken: set[str]) -> cst.FunctionDef:

@@ -7,12 +7,14 @@ import json
 from pathlib import PurePosixPath
 from typing import Any
 
-from vtaps.codegen.block import VLLM_RANGE, Block
+from vtaps.codegen.block import Block
+from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
 from vtaps.spec.plan import ArmPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.tree import Site
 from vtaps.spec.vector_use import definition
+from vtaps.spec.vllm_version import VLLM_RANGE
 
 LOCK_VERSION = 1
 
@@ -174,4 +176,4 @@ def _pretty(value: Any, depth: int) -> str:
 
 
 def lock_digest(lock: dict[str, Any]) -> str:
-    return "sha256:" + hashlib.sha256(to_text(lock).encode()).hexdigest()
+    return digests.of_text(to_text(lock))

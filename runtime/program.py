@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -219,10 +218,6 @@ class Program:
             self.checked[file] = file_digest(self.folder / file)
         if expected is not None and expected != self.checked[file]:
             raise LockError(entry, f"{file} changed since compile: its digest is {self.checked[file]}")
-
-
-def sha256_of(content: bytes) -> str:
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def load_program(lock_path: Path, folder: Path | None = None) -> Program:

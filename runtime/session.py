@@ -19,9 +19,10 @@ from vtaps.runtime.block import Block, EditStep, ReadStep, Tap
 from vtaps.runtime.harvest import Harvest, record_of
 from vtaps.runtime.hooks import BlockFault, StepSize, install
 from vtaps.runtime.lens import Lens
-from vtaps.runtime.program import USES_VECTOR, LockError, Program, load_program, sha256_of
+from vtaps.runtime.program import USES_VECTOR, LockError, Program, load_program
 from vtaps.runtime.rowtable import Fill, RequestKey, RowTable, Scheduled, StepPlan
 from vtaps.runtime.transport import pack
+from vtaps.spec import digests
 
 MANIFEST = "VTAPS_MANIFEST"
 """Environment variable that holds the path of the manifest, in every process of the engine."""
@@ -52,7 +53,7 @@ def import_block(path: Path, digest: str) -> Block:
     was locked, or holds no block.
     """
     content = path.read_bytes()
-    if sha256_of(content) != digest:
+    if digests.of_bytes(content) != digest:
         raise LockError("block.digest", f"{path.name} is not the block that was locked; compile again")
     name = f"vtaps_block_{digest.removeprefix('sha256:')[:16]}"
     if name not in sys.modules:

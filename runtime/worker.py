@@ -12,7 +12,7 @@ class WorkerExtension:
     def vtaps_handshake(self) -> dict[str, Any]:
         """What this worker serves: block digest, structure, locations installed, vLLM's version, pid, rank; without
         a block, only the last three."""
-        from vtaps.runtime.compat.version import installed
+        from vtaps.spec.vllm_version import installed
 
         told: dict[str, Any] = {"rank": getattr(self, "rank", 0), "vllm": (installed() or ("", ""))[1]}
         session = getattr(self, "vtaps_session", None)

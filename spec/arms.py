@@ -168,13 +168,14 @@ def _point(
         )
         if (key := COEFFICIENTS.get(edit.verb)) in own:
             point = replace(point, coefficient=own[key])
-        if own.get("on", True) and point.coefficient != IDENTITY.get(edit.verb, math_nan):
+        if own.get("on", True) and not is_identity(edit.verb, point.coefficient):
             acting.append(point)
     return Point(values, tuple(acting), tuple(starts.items()))
 
 
-math_nan = float("nan")
-"""Equal to nothing: verbs without an identity."""
+def is_identity(verb: str, coefficient: float | None) -> bool:
+    """Whether the verb changes nothing at this coefficient: such an edit stores nothing and is not expected to act."""
+    return verb in IDENTITY and coefficient == IDENTITY[verb]
 
 
 def _fits(

@@ -55,6 +55,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "spec_tokens": (_set, _SPECULATIVE),
     "diffusion_config": (_set, _GENERATES),
     "async_scheduling": (_on, "an override must replace a token before the next step is scheduled; leave it off"),
+    "kv_transfer_config": (_set, "edited KV must not reach another engine"),
     "enable_lora": (_on, "LoRA adapters are not served by this version"),
     "tensor_parallel_size": (_not_one, _ONE_PROCESS),
     "pipeline_parallel_size": (_not_one, _ONE_PROCESS),

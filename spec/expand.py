@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from typing import Any
 
 import yaml
 
+from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.spec import Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
 from vtaps.spec.yaml import scalar
@@ -89,8 +88,7 @@ def to_yaml(expanded: dict[str, Any]) -> str:
 
 def digest(expanded: dict[str, Any]) -> str:
     """sha256 of the canonical JSON of an expanded spec."""
-    text = json.dumps(expanded, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    return digests.of_json(expanded)
 
 
 def one_line(definition: dict[str, Any]) -> str:
@@ -98,7 +96,8 @@ def one_line(definition: dict[str, Any]) -> str:
     return yaml.dump(_Flow(definition), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6).strip()
 
 
-def _ranges(ranges: tuple[Interval, ...]) -> list[int | str]:
+def written(ranges: tuple[Interval, ...]) -> list[int | str]:
+    """Inclusive ranges as the language writes them: ``[0, "4..9"]``."""
     return [a if a == b else f"{a}..{b}" for a, b in ranges]
 
 
@@ -106,9 +105,9 @@ def rows_of(rows: Rows) -> Any:
     """A selector as the language writes it: a bare word where that says it all."""
     out: dict[str, Any] = {}
     if rows.steps is not None:
-        out["steps"] = _ranges(rows.steps)
+        out["steps"] = written(rows.steps)
     if rows.positions is not None:
-        out["positions"] = _ranges(rows.positions)
+        out["positions"] = written(rows.positions)
     if rows.match is not None:
         out["match"] = rows.match
     if rows.ids is not None:
@@ -146,9 +145,9 @@ def edit_of(edit: Edit) -> dict[str, Any]:
     if edit.coefficient is not None:
         body["by" if edit.verb == "scale" else "scale"] = edit.coefficient
     if edit.heads is not None:
-        body["heads"] = _ranges(edit.heads)
+        body["heads"] = written(edit.heads)
     if edit.dims is not None:
-        body["dims"] = _ranges(edit.dims)
+        body["dims"] = written(edit.dims)
     return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: _Flow(body)}
 
 

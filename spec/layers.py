@@ -82,3 +82,14 @@ def parse_layers(text: str) -> Layers:
 def render_layers(layers: Iterable[int]) -> str:
     """The shortest text that selects these layers: ``0..3,5``."""
     return ranges(sorted(set(layers)))
+
+
+def collapsed(names: Iterable[str]) -> str:
+    """Names of sites with the layers of one alias together: ``resid_post[24..26], z[3]``."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        head, _, rest = name.partition("[")
+        number = rest.removesuffix("]")
+        numbered = number.isdecimal()
+        layers.setdefault(head if numbered else name, []).extend([int(number)] if numbered else [])
+    return ", ".join(f"{head}[{render_layers(found)}]" if found else head for head, found in layers.items())

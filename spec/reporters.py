@@ -119,10 +119,15 @@ def _visible(text: str) -> str:
     """Control characters, lone surrogates and direction marks as escapes: a spec must not drive the terminal."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c.isprintable() or unicodedata.category(c) in ("Zs", "Cn", "Co") else _escape(c) for c in text)
+    return "".join(c if harmless(c) else escape(c) for c in text)
 
 
-def _escape(char: str) -> str:
+def harmless(char: str) -> bool:
+    """Whether a terminal shows the character and does nothing else."""
+    return char.isprintable() or unicodedata.category(char) in ("Zs", "Cn", "Co")
+
+
+def escape(char: str) -> str:
     code = ord(char)
     if char in "\t\n\r":
         return {"\t": "\\t", "\n": "\\n", "\r": "\\r"}[char]

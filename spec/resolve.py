@@ -6,23 +6,24 @@ resolve, so that one fault is reported once.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from vtaps.spec import digests
 from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
 from vtaps.spec.diagnostics import Diagnostic, has_errors, nearest
 from vtaps.spec.document import Document
+from vtaps.spec.expand import written
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
 from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
-from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
 from vtaps.spec.tokens import Tokens
@@ -54,10 +55,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     prompts = _prompts(spec, context, found)
     outside = check_vectors(spec, edits, reads, doc, found)
     for group in spec.prompts.values():
-        if group.file is not None and (digest := file_digest(doc.folder / Path(group.file.file).expanduser())):
+        if group.file is not None and (digest := _digest(doc.folder / Path(group.file.file).expanduser())):
             outside[group.file.file] = digest
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if digest := file_digest(context.tokens.folder / name):
+        if digest := _digest(context.tokens.folder / name):
             outside[f"model:{name}"] = digest
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
@@ -85,12 +86,9 @@ def _known(items: dict[str, T | None]) -> dict[str, T]:
     return {name: item for name, item in items.items() if item is not None}
 
 
-def file_digest(path: Path) -> str | None:
-    """sha256 of a file's bytes, None where there is no such file."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as stream:
-        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+def _digest(path: Path) -> str | None:
+    """Of a file's bytes, None where there is no such file."""
+    return digests.of_file(path) if path.is_file() else None
 
 
 def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tuple[Site, ...]:
@@ -105,7 +103,7 @@ def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tup
             sites, problems = locate(context.tree, piece, span)
             if text in spec.taps:
                 at_tap = context.doc.at("taps", text)
-                problems = [_moved(p, at_tap) for p in problems]
+                problems = [replace(p, span=at_tap) for p in problems]
             elif spec.taps and (close := nearest(text, spec.taps)) is not None:
                 problems = [_with_tap(p, spec.taps, close) for p in problems]
             found.extend(problems)
@@ -113,14 +111,10 @@ def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tup
     return tuple(sorted(out.values(), key=lambda s: (s.order, s.name)))
 
 
-def _moved(d: Diagnostic, span: object) -> Diagnostic:
-    return Diagnostic(d.code, d.message, span, d.valid, d.nearest, d.note)  # type: ignore[arg-type]
-
-
 def _with_tap(d: Diagnostic, taps: Mapping[str, At], close: str) -> Diagnostic:
     if d.code not in ("VT202", "VT205"):
         return d
-    return Diagnostic(d.code, d.message, d.span, (*sorted(taps), *d.valid), close, d.note)
+    return replace(d, valid=(*sorted(taps), *d.valid), nearest=close)
 
 
 def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> EditPlan | None:
@@ -178,13 +172,7 @@ def _columns(edit: Edit, site: Site, doc: Document, found: list[Diagnostic]) -> 
         of = "each head has dims" if edit.heads is not None else f"{site.name} has dims"
         dims = _picked(edit.dims, size, of, "VT303", doc, (*where, "dims"), found)
         blocks = [(start + d, start + d + 1) for start, _ in blocks for d in dims]
-    merged: list[Interval] = []
-    for a, b in sorted(blocks):
-        if merged and merged[-1][1] == a:
-            merged[-1] = (merged[-1][0], b)
-        else:
-            merged.append((a, b))
-    return tuple(merged)
+    return tuple(merge(blocks))
 
 
 def _picked(
@@ -195,7 +183,7 @@ def _picked(
     for i, (first, last) in enumerate(ranges):
         a, b = (n + size if n < 0 else n for n in (first, last))
         if not (0 <= a <= b < size):
-            text = str(first) if first == last else f"{first}..{last}"
+            [text] = written(((first, last),))
             found.append(Diagnostic(code, f"{what} 0 … {size - 1}, not {text}", doc.at(*where, i)))
         else:
             out.update(range(a, b + 1))

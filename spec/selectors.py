@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,8 +16,12 @@ from vtaps.spec.spec import Spec
 
 
 def facts_of(prompt: ReadyPrompt, rows: list[Rows], overrides: Mapping[str, tuple[int, int]]) -> Facts:
-    texts = {part.match for r in rows for part in r.parts() if part.match is not None}
-    return Facts(len(prompt.ids), {t: prompt.matches(t) for t in sorted(texts)}, prompt.turns, overrides)
+    return Facts(len(prompt.ids), {t: prompt.matches(t) for t in match_texts(rows)}, prompt.turns, overrides)
+
+
+def match_texts(rows: Iterable[Rows]) -> tuple[str, ...]:
+    """The texts that selectors look for in a prompt."""
+    return tuple(sorted({part.match for r in rows for part in r.parts() if part.match is not None}))
 
 
 def check_ranges(spec: Spec, doc: Document, found: list[Diagnostic]) -> None:
@@ -102,9 +107,7 @@ def _problem(
 def _any(rows: Rows, facts: Facts, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> bool:
     """Whether any row can be selected; generated tokens are not known yet, so an ``ids`` form may hold there."""
     if rows.ids is not None:
-        rest = Rows(
-            rows.word, rows.steps, rows.positions, rows.match, None, rows.turn, rows.skip, rows.after, rows.exclude
-        )
+        rest = replace(rows, ids=None)
         selected = compile_rows(rest, facts).select(0, tokens)
         return bool(len(selected)) and (
             bool((selected >= size).any()) or bool(np.isin(tokens[selected], list(rows.ids)).any())

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -18,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from vtaps.spec.files import write_text
 from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
 VERSION = 1
@@ -321,14 +320,7 @@ def with_digest(tree: ModelTree) -> ModelTree:
 def write_tree(tree: ModelTree, file: Path) -> None:
     """Atomically: a reader sees the old file or the whole new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(dumps(tree))
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_text(file, dumps(tree))
 
 
 def read_tree(file: Path) -> ModelTree:

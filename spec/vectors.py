@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
+
+from vtaps.spec import digests
 
 Floats = npt.NDArray[np.float32]
 Kind = Literal["missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous"]
@@ -105,14 +106,10 @@ def tensors_in(path: Path) -> dict[str, TensorInfo]:
 def file_digest(path: Path) -> str:
     """``sha256:…`` of the file's bytes.  Raises VectorError (missing, unreadable)."""
     _must_be_file(path)
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
+        return digests.of_file(path)
     except OSError as error:
         raise VectorError("unreadable", f"{path.name}: {error.strerror or error}") from error
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _must_be_file(path: Path) -> None:

@@ -34,7 +34,7 @@ class CheckResult:
     tree: ModelTree | None = None
     plan: Plan | None = None
     model_folder: Path | None = None
-    tokenizer_folder: Path | None = None
+    tokens: Tokens | None = None
 
     @property
     def ok(self) -> bool:
@@ -79,7 +79,7 @@ def check_file(path: str | Path) -> CheckResult:
         found += problems
         if has_errors(found):
             plan = None
-    return CheckResult(in_order(found), _texts(doc, found), doc, spec, tree, plan, folder, tokenizer_folder)
+    return CheckResult(in_order(found), _texts(doc, found), doc, spec, tree, plan, folder, tokens)
 
 
 def _tokenizer_folder(name: str, doc: Document) -> tuple[Path | None, list[Diagnostic]]:

@@ -10,6 +10,7 @@ from vtaps.codegen import lock as locks
 from vtaps.codegen.block import Block, emit
 from vtaps.codegen.verify import verify
 from vtaps.spec.diagnostics import Diagnostic, Span
+from vtaps.spec.files import write_text
 from vtaps.spec.plan import Plan
 
 
@@ -35,8 +36,6 @@ def compile_plan(plan: Plan) -> tuple[Compiled | None, list[Diagnostic]]:
 
 def write_files(files: dict[str, str], folder: Path, spec_file: str) -> tuple[list[str], list[Diagnostic]]:
     """Write what changed, each file whole or not at all; returns the names written.  VT404 where it cannot."""
-    from vtaps.files import write_text
-
     written: list[str] = []
     for name, text in files.items():
         path = folder / name

@@ -15,7 +15,7 @@ from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.results.folder import RunFolder
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.plan import Plan
-from vtaps.spec.tokens import Tokens
+from vtaps.spec.selectors import match_texts
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _match_texts(plan: Plan, arm: str) -> tuple[str, ...]:
     rows = [plan.edits[n].edit.tokens for n in own.edits]
     rows += [plan.reads[n].read.tokens for n in own.reads]
     rows += [plan.metrics[n].metric.tokens for n in own.metrics]
-    return tuple(sorted({p.match for r in rows for p in r.parts() if p.match is not None}))
+    return match_texts(rows)
 
 
 def with_lines(lock: dict[str, Any], plan: Plan, compiled: Compiled, line: Callable[..., int]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _serve(
 
     from vtaps.runtime.engine import Engine, EngineError, RequestError
 
-    assert result.doc is not None and result.tokenizer_folder is not None
+    assert result.doc is not None and result.tokens is not None
     span = Span(result.doc.file)
     waiting = [r for r in requests if r.key not in folder.done]
     resumed = len(requests) - len(waiting)
@@ -152,7 +152,7 @@ def _serve(
         except OSError as error:
             reason = f"cannot write {folder.path}: {error.strerror or error}"
             return Outcome(None, [*found, Diagnostic("VT404", reason, span)], resumed)
-    tokens = Tokens.load(result.tokenizer_folder)
+    tokens = result.tokens
     watch.tell("writing results")
     try:
         findings = folder.finish(report, failed=failed, token_text=lambda i: tokens.pieces((i,))[0])

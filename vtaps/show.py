@@ -5,7 +5,6 @@ Texts come from a model: control characters and direction marks are shown as esc
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from rich.text import Text
 
 from vtaps.runtime.results.load import RunResult, load
 from vtaps.spec.diagnostics import nearest
-from vtaps.spec.layers import render_layers
+from vtaps.spec.layers import collapsed
+from vtaps.spec.reporters import escape, harmless
 
 PROMPTS = 20
 """Prompts whose texts are shown; the others are counted."""
@@ -63,18 +63,11 @@ def visible(text: str, style: str = "") -> Text:
     """``text`` with control characters, lone surrogates and direction marks as dim escapes."""
     out = Text(style=style)
     for char in text:
-        if char.isprintable() or unicodedata.category(char) in ("Zs", "Cn", "Co"):
+        if harmless(char):
             out.append(char)
         else:
-            out.append(_escape(char), "dim")
+            out.append(escape(char), "dim")
     return out
-
-
-def _escape(char: str) -> str:
-    known = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
-    code = ord(char)
-    wide = f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-    return known.get(char) or (f"\\x{code:02x}" if code < 0x100 else wide)
 
 
 def _spaced(parts: Iterable[RenderableType]) -> Iterable[RenderableType]:
@@ -312,7 +305,7 @@ def _token_tables(run: RunResult, prompt: str) -> list[RenderableType]:
 
 
 def _token_table(run: RunResult, row: Mapping[str, Any], label: str, tokens: list[dict[str, Any]]) -> Table:
-    sites = {e["edit"]: f"{e['edit']} @ {_listed(e['sites'])}" for e in _entries(run, row)}
+    sites = {e["edit"]: f"{e['edit']} @ {collapsed(e['sites'])}" for e in _entries(run, row)}
     turns = any(t["turn"] is not None for t in tokens)
     logprobs = any(t["logprob"] is not None for t in tokens)
     names = ["pos", "step", "id", "text", *["turn"] * turns, *["logprob"] * logprobs, "fired", "overridden"]
@@ -344,13 +337,3 @@ def _entries(run: RunResult, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if all(row[column] == point["values"].get(path) for path, column in sweep.items()):
             return list(point["edits"])
     return []
-
-
-def _listed(sites: Sequence[str]) -> str:
-    """``resid_post[24..26], z[3]``: the layers of one alias together."""
-    layers: dict[str, list[int]] = {}
-    for site in sites:
-        alias, _, rest = site.partition("[")
-        number = rest.removesuffix("]")
-        layers.setdefault(alias if number.isdecimal() else site, []).extend([int(number)] if number.isdecimal() else [])
-    return ", ".join(f"{a}[{render_layers(n)}]" if n else a for a, n in layers.items())

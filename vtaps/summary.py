@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vtaps.spec.layers import render_layers
+from vtaps.spec.expand import written
+from vtaps.spec.layers import collapsed
 from vtaps.spec.plan import Plan, ReadPlan
 from vtaps.spec.rows import Rows, compile_rows
 from vtaps.spec.selectors import facts_of
@@ -43,7 +44,7 @@ def describe(plan: Plan) -> str:
 def _narrowed(edit: Edit) -> str:
     """`` heads 0, 3..5 dims 0..7``: what narrows an edit."""
     return "".join(
-        f" {what} " + ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges)
+        f" {what} " + ", ".join(map(str, written(ranges)))
         for what, ranges in (("heads", edit.heads), ("dims", edit.dims))
         if ranges is not None
     )
@@ -69,15 +70,8 @@ def _prefill_hint(plan: Plan, name: str) -> list[str]:
 
 
 def listed(sites: tuple[Site, ...]) -> str:
-    """Sites with the layers of one alias collapsed: ``resid_post[0..29]``."""
-    layers: dict[str, list[int]] = {}
-    out: list[str] = []
-    for site in sites:
-        if site.alias is None or site.layer is None:
-            out.append(site.name)
-        else:
-            layers.setdefault(site.alias, []).append(site.layer)
-    return ", ".join([f"{alias}[{render_layers(found)}]" for alias, found in layers.items()] + out)
+    """Sites with the layers of one alias collapsed, raw places last."""
+    return collapsed(s.name for s in sorted(sites, key=lambda s: s.alias is None or s.layer is None))
 
 
 def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int]:

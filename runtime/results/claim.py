@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtaps.codegen.lock import lock_digest
+from vtaps.spec import digests
 
 OURS = frozenset(
     {".lock", "lock.json", "metrics.parquet", "partial", "reads", "requests.parquet", "run.json", "tokens.parquet"}
@@ -41,8 +41,7 @@ def bare(lock: Mapping[str, Any]) -> dict[str, Any]:
 
 def identity(lock: Mapping[str, Any], order: Sequence[str]) -> str:
     """Two runs with one identity ask the same requests of the same program."""
-    text = json.dumps([lock_digest(bare(lock)), list(order)], separators=(",", ":"))
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return digests.of_json([lock_digest(bare(lock)), list(order)])
 
 
 def look(path: Path) -> Held:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from vtaps.runtime.records import Completion, Request
+from vtaps.spec.arms import is_identity
 from vtaps.spec.rows import Facts, Interval, Ints, Rows, compile_rows, from_ranges
 
 Lock = Mapping[str, Any]
@@ -52,12 +53,9 @@ def facts_of(lock: Lock, request: Request) -> Facts:
     )
 
 
-def is_identity(verb: str, entry: Mapping[str, Any]) -> bool:
+def acts_nowhere(verb: str, entry: Mapping[str, Any]) -> bool:
     """Whether an edit of a point changes nothing, so that the worker leaves it out."""
-    if not entry["sites"]:
-        return True
-    coefficient = entry.get("coefficient")
-    return (verb == "add" and coefficient == 0) or (verb == "scale" and coefficient == 1)
+    return not entry["sites"] or is_identity(verb, entry.get("coefficient"))
 
 
 def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
@@ -77,7 +75,7 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
             found = found[found >= facts.prompt - 1]
         return np.unique(found)
 
-    acting = {e["edit"]: e for e in point["edits"] if not is_identity(lock["edits"][e["edit"]]["verb"], e)}
+    acting = {e["edit"]: e for e in point["edits"] if not acts_nowhere(lock["edits"][e["edit"]]["verb"], e)}
     used = {e["edit"] for p in arm["points"] for e in p["edits"]}
     none = np.empty(0, np.int64)
     generated = len(completion.token_ids)

@@ -15,7 +15,7 @@ from typing import Any
 from vtaps.codegen.lock import to_text
 from vtaps.runtime.records import Finished
 from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
-from vtaps.runtime.results.expected import Lock, is_identity
+from vtaps.runtime.results.expected import Lock, acts_nowhere
 from vtaps.runtime.results.findings import Finding, collect
 from vtaps.runtime.results.index import run_index
 from vtaps.runtime.results.journal import (
@@ -284,7 +284,7 @@ def _idle(lock: Lock, counted: Mapping[tuple[str, str, str], tuple[int, int, int
             continue
         verb = lock["edits"][name]["verb"]
         entries = [e for p in lock["arms"][arm]["points"] for e in p["edits"] if e["edit"] == name]
-        if all(is_identity(verb, e) for e in entries):
+        if all(acts_nowhere(verb, e) for e in entries):
             continue
         message = f"edit {name} never acted in arm {arm}: its rows select nothing in {requests} completions"
         yield Finding("VT311", f"edit {name}", arm, message, lock["edits"][name].get("line"))

