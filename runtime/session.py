@@ -15,13 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vtaps.runtime.block import Block, EditStep, ReadStep, Tap
-from vtaps.runtime.harvest import Harvest, record_of
-from vtaps.runtime.hooks import BlockFault, StepSize, install
+from vtaps.runtime import kernels, ops
+from vtaps.runtime.block import Block, Location, Note
+from vtaps.runtime.boards import Axis, Boards, Limits
+from vtaps.runtime.harvest import Harvest
+from vtaps.runtime.hooks import Act, BlockFault, describe, install
+from vtaps.runtime.kernels import Board, LocationProgram
 from vtaps.runtime.lens import Lens
-from vtaps.runtime.program import USES_VECTOR, LockError, Program, load_program
-from vtaps.runtime.rowtable import Fill, RequestKey, RowTable, Scheduled, StepPlan
-from vtaps.runtime.transport import pack
+from vtaps.runtime.program import LockError, Program, load_program
+from vtaps.runtime.records import Record
+from vtaps.runtime.rowtable import Fill, Ints, RequestKey, RowTable, Scheduled, StepPlan
+from vtaps.runtime.store import record_of
 from vtaps.spec import digests
 
 MANIFEST = "VTAPS_MANIFEST"
@@ -72,8 +76,18 @@ def import_block(path: Path, digest: str) -> Block:
     return block
 
 
+@dataclass(frozen=True)
+class _At:
+    """One location at work."""
+
+    name: str
+    board: Board
+    program: LocationProgram
+    sampled: bool
+
+
 class Session:
-    """What one worker holds: program, block, taps, row table, harvest.
+    """What one worker holds: program, block, tables, requests, harvest.
 
     Made in two steps: the block is imported before the model loads, and attached to it afterwards.
     """
@@ -85,138 +99,230 @@ class Session:
         if self.block.structure != self.program.structure:
             raise LockError("block.structure", "the block and the lock are of two compilations; compile again")
         self.table = RowTable(self.program)
-        self.taps = {name: Tap(name) for name in self.block.locations}
-        self.size = StepSize()
         self.installed: tuple[str, ...] = ()
+        self.proof: dict[str, Any] = {}
         self._plan: StepPlan | None = None
-        self._edits: list[tuple[Fill, EditStep]] = []
-        self._reads: list[tuple[Fill, ReadStep]] = []
+        self._shift = 0
+        self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
+        self._muted = False
+        self._sampling = False
 
-    def attach(self, model: nn.Module, compute_logits: Callable[[Tensor], Tensor | None]) -> None:
-        """Put vectors on the model's device and hooks on its modules.  Raises LockError, InstallError."""
+    def attach(
+        self,
+        model: nn.Module,
+        compute_logits: Callable[[Tensor], Tensor | None],
+        limits: Limits,
+        dtype: torch.dtype,
+        inside: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Make the tables on the model's device and put the block into its modules.
+
+        ``inside`` says which modules a compiler will trace: there the block becomes operations in the graph, elsewhere
+        (and without it, everywhere) Python calls them.  Raises LockError, InstallError, BlockFault.
+        """
         self.device = next(model.parameters()).device
-        self._load_vectors()
+        self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
         lens = None
         if self.program.lens_norm is not None:
             found = dict(model.named_modules()).get(self.program.lens_norm)
             if found is None:
                 raise LockError("lens", f"the model has no module {self.program.lens_norm}")
-            lens = Lens(found, compute_logits)
-        self.harvest = Harvest(self.program, self.device, lens)
-        self.installed = install(self.block, self.program, model, self.taps, self.size)
+            lens = Lens(found, self._quietly(compute_logits))
+        self.harvest = Harvest(self.program, self.device, lens, self._probes())
+        self.at = [
+            _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
+        ]
+        self._dtype = dtype
+        self.recorded = frozenset(
+            name for name, place in self.block.locations.items() if inside is not None and inside(place.module)
+        )
+        # Launches that each location must have seen: of recorded ones one a forward, of the others one a step of theirs.
+        self._expected = np.zeros(len(self.at), np.int64)
+        self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
+        self.installed = install(self.block, model, self._act_of)
+        self.serve()
 
-    def _load_vectors(self) -> None:
-        for name, edit in self.program.edits.items():
-            if edit.verb not in USES_VECTOR:
-                continue
-            order = self.program.vectors_of[name]
-            for site, used in self.program.used_at.get(name, {}).items():
-                width = self.program.sites[site].width
-                matrix = np.zeros((len(order), width), np.float32)
-                for row, vector in enumerate(order):
-                    if vector in used:
-                        matrix[row] = self.program.load_vector(vector, self.program.sites[site])
-                self._tap(site, f"edits.{name}").vectors[name] = torch.from_numpy(matrix).to(self.device)
+    def serve(self) -> None:
+        """Make this the session that the operations of this process look at."""
+        ops.serve(self._run)
+
+    def _act_of(self, place: Location) -> Act:
+        if place.name not in self.recorded:
+            return self._act
+        program = self.at[list(self.block.locations).index(place.name)].program
+        return ops.tap_pair if place.residual is not None and program.replaces else ops.tap
+
+    def _act(self, x: Tensor, residual: Tensor | None, number: int) -> None:
+        """At a location that Python reaches: nothing where the step has nothing to do there."""
+        if self._muted or number not in self._active[1]:
+            return
+        # Prompt logprobs use the unembedding too, after the sampled rows have gone through it.
+        if self._sampling or not self.at[number].sampled:
+            self._run(number, x, residual)
+
+    def _run(self, number: int, x: Tensor, residual: Tensor | None) -> None:
+        at = self.at[number]
+        site = self.program.sites[at.name]
+        rows, width = x.shape[0] if x.dim() else 0, x.shape[-1] if x.dim() else 0
+        wide = width == site.width if site.columns is None else width >= site.columns[1]
+        needed = self._needed(at)
+        if x.dim() != 2 or not wide or rows < needed:
+            raise BlockFault(
+                f"{at.name}: {site.module} has shape {list(x.shape)} there; [{needed}, {site.width}] was compiled"
+            )
+        if x.dtype != self._dtype:
+            raise BlockFault(f"{at.name}: {site.module} has {x.dtype} there; {self._dtype} was compiled")
+        kernels.run(at.board, at.program, x, residual)
+
+    def _needed(self, at: _At) -> int:
+        axis = self.boards.requests if at.sampled else self.boards.tokens
+        return axis.dirty
+
+    def _notes(self, place: Location) -> tuple[Note, ...]:
+        try:
+            return place.notes()
+        except Exception as error:
+            raise BlockFault(describe(error, place, self.program)) from error
+
+    def _probes(self) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
         for name, read in self.program.reads.items():
             for site in read.sites if read.kind == "project" else ():
                 rows = [self.program.load_vector(v, self.program.sites[site]) for v in read.vectors]
-                self._tap(site, f"reads.{name}").probes[name] = torch.from_numpy(np.stack(rows)).to(self.device)
+                found.setdefault(name, {})[site] = torch.from_numpy(np.stack(rows)).to(self.device)
+        return found
 
-    def _tap(self, site: str, entry: str) -> Tap:
-        if site not in self.taps:
-            raise LockError(entry, f"the block has no location {site}")
-        return self.taps[site]
+    def _quietly(self, compute_logits: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        """The unembedding may be a location too, and the lens is not to see it."""
+
+        def quiet(rows: Tensor) -> Tensor | None:
+            self._muted = True
+            try:
+                return compute_logits(rows)
+            finally:
+                self._muted = False
+
+        return quiet
+
+    # -- a step
 
     def begin(self, batch: Sequence[Scheduled]) -> None:
-        """Fill the taps for a step, before its forward.  Raises TableError."""
-        self.clear()
-        plan = self.table.plan(batch)
-        if plan is None:
-            return
-        self._plan = plan
-        self.size.rows, self.size.requests = plan.total, len(batch)
-        for fill in plan.edits:
-            step = EditStep(self._rows(fill), self._column(fill.coefficient), self._index(fill.vector))
-            self._edits.append((fill, step))
-            for site in fill.sites:
-                tap = self._tap(site, f"edits.{fill.name}")
-                tap.edits[fill.name] = step
-                tap.live = True
-        for fill in plan.reads:
-            read = ReadStep(self._rows(fill), fill.segments, len(fill.sites))
-            self._reads.append((fill, read))
-            for site in fill.sites:
-                tap = self._tap(site, f"reads.{fill.name}")
-                tap.reads[fill.name] = read
-                tap.live = True
+        """Fill the tables for a step, before its forward.  Raises TableError."""
+        ids = [share.request_id for share in batch]
+        starts = np.array([share.start for share in batch], np.int64)
+        counts = np.array([len(share.tokens) for share in batch], np.int64)
+        self.step(ids, starts, counts, lambda: batch)
 
-    def end(self, logits: Tensor | None) -> None:
-        """Take what the step put out; ``logits`` ``[requests, vocab]`` as the model gave them, None on a worker
-        without them.  Raises BlockFault where something planned did not happen."""
-        plan, edits, reads = self._plan, self._edits, self._reads
-        # Neutral first: the lens calls the unembedding, which may be a location too.
-        self.clear(keep_replacements=True)
+    def step(self, ids: list[str], starts: Ints, counts: Ints, batch: Callable[[], Sequence[Scheduled]]) -> None:
+        """:meth:`begin` for a batch that is told in full only where the last plan does not hold any more."""
+        plan, shift = self.table.step(ids, starts, counts, batch)
+        self._plan, self._shift, self._sampling = plan, shift, True
         if plan is None:
+            self.harvest.open([], self.table.number)
+            self.boards.clear()
+            self._active = (None, frozenset())
             return
-        for fill, step in edits:
-            if step.fired != len(fill.sites):
-                raise BlockFault(f"edit {fill.name} acted at {step.fired} of {len(fill.sites)} locations")
-            for part in fill.parts:
-                part.live.fired.setdefault(fill.name, []).append(part.positions)
-        for fill, read in reads:
-            if len(read.seen) != len(fill.sites):
-                missing = [site for site in fill.sites if site not in read.seen]
-                raise BlockFault(f"read {fill.name} saw nothing at {', '.join(missing)}")
-        self.harvest.take(reads)
-        if logits is not None:
-            self.harvest.measure(plan.metrics, logits)
+        tokens, requests = self.boards.axes
+        if shift:
+            first = self.harvest.move(shift, self.table.number)
+        else:
+            pairs = [(f, tokens.rings[f.name]) for f in plan.reads]
+            pairs += [(f, requests.rings[f.name]) for f in plan.sampled_reads]
+            first = self.harvest.open(pairs, self.table.number)
+        many = len(plan.reads)
+        for axis, edits, reads in (
+            (tokens, plan.edits, first[:many]), (requests, plan.sampled_edits, first[many:]),
+        ):  # fmt: skip
+            self._fill(axis, edits, reads, shift)
+        if self._active[0] is not plan:
+            self._active = (plan, frozenset(self.boards.order[n] for n in self.boards.active(plan)))
+
+    def _fill(self, axis: Axis, edits: Sequence[Fill], reads: Sequence[tuple[Fill, int]], shift: int) -> None:
+        if shift:
+            axis.move(reads)
+        elif edits or reads:
+            axis.write(edits, reads)
+        else:
+            axis.clear()
+
+    def passed(self) -> None:
+        """A forward has been started, with the tables as they are."""
+        self._expected[self.in_graph] += 1
+
+    def end(self) -> None:
+        """Take what the step's forward puts out.  Raises BlockFault where something planned did not happen."""
+        self.passed()
+        for number in self._active[1]:
+            if not self.in_graph[number] and not self.at[number].sampled:
+                self._expected[number] += 1
+        if self.device.type == "cpu":
+            self._compare(self.boards.seen.numpy(), sampled=False)
+        if self._plan is not None:
+            self.harvest.computed(self.table.number)
+
+    def measure(self, logits: Tensor) -> None:
+        """Metrics of the step from its logits ``[requests, vocab]``, as the model gave them."""
+        for number in self._active[1]:
+            if self.at[number].sampled:
+                self._expected[number] += 1
+        if self.device.type == "cpu":
+            self._compare(self.boards.seen.numpy(), sampled=True)
+        self._sampling = False
+        if self._plan is not None:
+            self.harvest.measure(self._plan.metrics, self._shift, logits)
 
     def replace(self, sampled: Tensor) -> None:
         """Write the overrides of the step into ``sampled`` ``[requests]``, in place."""
-        plan, self._plan = self._plan, None
-        if plan is None or not plan.replacements:
+        found = self._plan.replacements(self._shift) if self._plan is not None else []
+        if not found:
             return
-        rows = torch.tensor([r.row for r in plan.replacements], device=sampled.device)
-        tokens = torch.tensor([r.token for r in plan.replacements], device=sampled.device, dtype=sampled.dtype)
+        rows = torch.tensor([r.row for r in found]).to(sampled.device, non_blocking=True)
+        tokens = torch.tensor([r.token for r in found], dtype=sampled.dtype).to(sampled.device, non_blocking=True)
         sampled.index_copy_(0, rows, tokens)
-        for replacement in plan.replacements:
+        for replacement in found:
             replacement.live.overridden.add(replacement.step)
 
-    def clear(self, *, keep_replacements: bool = False) -> None:
-        """Make every tap neutral: dummy runs and the lens see a model without a block."""
-        for steps in (self._edits, self._reads):
-            for fill, _ in steps:
-                for site in fill.sites:
-                    self.taps[site].clear()
-        self._edits, self._reads = [], []
-        if not keep_replacements:
-            self._plan = None
+    def neutral(self) -> None:
+        """Select nothing: dummy runs see a model without a block."""
+        self.table.close()
+        self.harvest.open([], self.table.number)
+        self._plan, self._active = None, (None, frozenset())
+        self.boards.clear()
 
-    def collect(self, wanted: Iterable[tuple[str, int, int]]) -> bytes:
-        """Records of ``(key, child, generated tokens)``, packed; they are forgotten here.  Raises TableError."""
-        self.harvest.settle(wait=True)
-        records: list[tuple[RequestKey, Any]] = []
-        for key, child, generated in wanted:
-            live = self.table.collect((key, child))
-            records.append((live.key, record_of(live, generated, self.harvest.dtypes, self.program)))
-        return pack(records)
+    def rebase(self) -> None:
+        """Count launches from here on."""
+        self._expected = self.boards.seen.cpu().numpy()[: len(self.at)].astype(np.int64)
+
+    def _compare(self, seen: Any, *, sampled: bool) -> None:
+        for number, at in enumerate(self.at):
+            found, wanted = int(seen[number]), int(self._expected[number])
+            if found != wanted and at.sampled == sampled:
+                module = self.program.sites[at.name].module
+                self.rebase()
+                raise BlockFault(
+                    f"{at.name}: {module} was called twice in one step"
+                    if found > wanted
+                    else f"{at.name}: {module} was not called in a step that needs it"
+                )
+
+    # -- results
+
+    def collect(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Record]]:
+        """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError."""
+        lives = [(self.table.collect((key, child)), generated) for key, child, generated in wanted]
+        # Steps that the engine has run ahead are not waited for.
+        needed = max((live.step_of(live.prompt + max(n, 1) - 2) for live, n in lives), default=0)
+        self.harvest.settle(needed)
+        return [(live.key, record_of(live, generated, self.program)) for live, generated in lives]
 
     def handshake(self) -> dict[str, Any]:
         return {
             "block": self.program.block_digest,
             "structure": self.program.structure,
             "locations": list(self.installed),
+            "recorded": sorted(self.recorded),
+            "tap_bytes": self.boards.bytes,
+            "slots": {ring.key: ring.slots for ring in self.boards.rings},
+            "proof": self.proof,
             "pid": os.getpid(),
         }
-
-    def _rows(self, fill: Fill) -> slice | Tensor:
-        span = fill.span
-        return torch.from_numpy(fill.rows).to(self.device, non_blocking=True) if span is None else span
-
-    def _column(self, value: Any) -> float | Tensor:
-        if isinstance(value, float):
-            return value
-        return torch.from_numpy(value).unsqueeze(-1).to(self.device, non_blocking=True)
-
-    def _index(self, value: Any) -> int | Tensor:
-        return value if isinstance(value, int) else torch.from_numpy(value).to(self.device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +19,26 @@ class WorkerExtension:
         session = getattr(self, "vtaps_session", None)
         return {**told, **session.handshake()} if session is not None else told
 
-    def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]]) -> bytes:
-        """Records of ``(key, child, generated tokens)`` in the form of :mod:`vtaps.runtime.transport`; the worker
-        forgets them."""
-        payload: bytes = self.vtaps_session.collect([(k, c, n) for k, c, n in wanted])  # type: ignore[attr-defined]
-        return payload
+    def vtaps_prove(self) -> dict[str, Any]:
+        """Prove that every recorded tap fires; see :mod:`vtaps.runtime.compat.proof`.  ``error`` says which does
+        not."""
+        from vtaps.runtime.compat.proof import ProofError, prove
+
+        try:
+            return prove(self)
+        except ProofError as error:
+            return {"error": str(error)}
+
+    def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]], asker: int) -> Any:
+        """Records of ``(key, child, generated tokens)``; the worker forgets them.
+
+        A worker in the process ``asker`` gives them as they are, others in the form of
+        :mod:`vtaps.runtime.transport`.
+        """
+        from vtaps.runtime.transport import pack
+
+        records = self.vtaps_session.collect([(k, c, n) for k, c, n in wanted])  # type: ignore[attr-defined]
+        return records if asker == os.getpid() else pack(records)
 
     def vtaps_forget(self, keys: Sequence[str]) -> None:
         """Drop what is held of these requests and their children; unknown keys are no error."""

@@ -40,6 +40,7 @@ CODES: dict[str, Code] = {
     "VT206": Code("no alias table for this architecture"),
     "VT207": Code("the output is a residual pair"),
     "VT208": Code("no such element or input"),
+    "VT209": Code("the location is not a tap"),
     "VT210": Code("a name is not defined"),
     "VT211": Code("a name shadows an alias"),
     "VT212": Code("defined and never used", "warning"),
@@ -66,6 +67,7 @@ CODES: dict[str, Code] = {
     "VT318": Code("the sweep does not fit"),
     "VT319": Code("the same edit twice at one place"),
     "VT320": Code("the lens needs the residual stream"),
+    "VT321": Code("the reads need more memory than they may take"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

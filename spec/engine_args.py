@@ -19,7 +19,7 @@ OWNED: dict[str, str] = {
     "tokenizer": "say it as `model.tokenizer`",
     "dtype": "say it as `model.dtype`",
     "revision": "say it as `model.revision`",
-    "enforce_eager": "say it as `engine.mode`: the eager engine sets it",
+    "enforce_eager": "say it as `engine.mode`: `eager` turns compile and CUDA graphs off, `taps` keeps them",
     "worker_cls": "vtaps needs its own worker; there is nothing to say instead",
     "worker_extension_cls": "vtaps installs its own extension; there is nothing to say instead",
     "additional_config": "vtaps hands its block to the workers in it; there is nothing to say instead",
@@ -43,11 +43,11 @@ def _not_one(value: Any) -> bool:
     return bool(value != 1)
 
 
-# Settings that vLLM takes and this engine does not: (whether the value is one of them, why).
+# Settings that vLLM takes and neither engine does: (whether the value is one of them, why).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_prefix_caching": (
         _on,
-        "the eager engine keeps the prefix cache off: rows served from it would be neither read nor edited",
+        "vtaps keeps the prefix cache off: rows served from it would be neither read nor edited",
     ),
     "speculative_config": (_set, _SPECULATIVE),
     "spec_method": (_set, _SPECULATIVE),
@@ -69,6 +69,24 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "runner": (lambda v: v not in ("auto", "generate"), _GENERATES),
     "convert": (lambda v: v not in ("auto", "none"), _GENERATES),
 }
+
+# Settings inside mappings that the eager engine takes and the taps engine does not: path → why.
+AGAINST_TAPS: dict[tuple[str, ...], str] = {
+    ("compilation_config", "pass_config", "enable_sp"): (
+        "sequence parallelism leaves each worker a part of the rows between layers"
+    ),
+}
+
+
+def against_taps(vllm: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
+    """(path, why) of the first of vLLM's arguments that is on and does not go with the taps engine."""
+    for path, why in AGAINST_TAPS.items():
+        value: Any = vllm
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value:
+            return path, why
+    return None
 
 
 def check(doc: Document, path: NodePath, mapping: Mapping[str, Any]) -> list[Diagnostic]:

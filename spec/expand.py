@@ -9,6 +9,7 @@ import yaml
 
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.sizes import exact
 from vtaps.spec.spec import Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
 from vtaps.spec.yaml import scalar
 
@@ -60,7 +61,11 @@ def expand(spec: Spec) -> dict[str, Any]:
             "revision": spec.model.revision,
             "tokenizer": spec.model.tokenizer,
         },
-        "engine": {"mode": spec.engine.mode, "vllm": dict(sorted(spec.engine.vllm.items()))},
+        "engine": {
+            "mode": spec.engine.mode,
+            "tap_memory": exact(spec.engine.tap_memory),
+            "vllm": dict(sorted(spec.engine.vllm.items())),
+        },
         "vectors": each(spec.vectors, _vector),
         "taps": each(spec.taps, _at),
         "reads": each(spec.reads, read_of),

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.rows import WORDS, Interval, Rows
+from vtaps.spec.sizes import parse_size
 from vtaps.spec.spec import (
+    TAP_MEMORY,
     Arm,
     At,
     Axis,
@@ -81,7 +83,11 @@ def parse(doc: Document, found: list[Diagnostic] | None = None) -> Spec | None:
             revision=model.get("revision"),
             tokenizer=model.get("tokenizer"),
         ),
-        engine=EngineRef(mode=engine.get("mode", "auto"), vllm=engine.get("vllm", {})),
+        engine=EngineRef(
+            mode=engine.get("mode", "auto"),
+            vllm=engine.get("vllm", {}),
+            tap_memory=parse_size(engine.get("tap_memory", TAP_MEMORY)),
+        ),
         vectors=each("vectors", _vector),
         taps=each("taps", lambda name, value, where: _at(value, where)),
         reads=each("reads", _read),

@@ -11,6 +11,9 @@ from vtaps.spec.rows import Interval
 from vtaps.spec.spec import Arm, Edit, Metric, Override, Read, Spec
 from vtaps.spec.tree import Dimensions, Site
 
+EngineMode = Literal["taps", "eager"]
+SiteMode = Literal["recorded", "hook", "eager"]
+
 
 @dataclass(frozen=True)
 class EditPlan:
@@ -24,11 +27,13 @@ class EditPlan:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """``ids`` are the token ids of a lens that asks for chosen ones."""
+    """``ids`` are the token ids of a lens that asks for chosen ones; ``step_rows`` is the most rows that one request
+    selects in one step (0 where no arm lists the read)."""
 
     read: Read
     sites: tuple[Site, ...]
     ids: tuple[int, ...] | None = None
+    step_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,12 @@ class Statement:
 
 @dataclass(frozen=True)
 class LocationPlan:
-    """What the block does at one site, in the order it does it."""
+    """What the block does at one site, in the order it does it, and how the site is served: ``recorded`` inside the
+    compiled model, by a ``hook`` after it, or by the ``eager`` engine."""
 
     site: Site
     statements: tuple[Statement, ...]
+    mode: SiteMode = "eager"
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class Plan:
 
     spec: Spec
     tree: TreeFacts
-    mode: str
+    mode: EngineMode
     reason: str
     locations: tuple[LocationPlan, ...]
     edits: Mapping[str, EditPlan]

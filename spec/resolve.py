@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from vtaps.spec import digests
+from vtaps.spec import digests, engine_args
 from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
-from vtaps.spec.diagnostics import Diagnostic, has_errors, nearest
+from vtaps.spec.budget import check_memory, readings, slots_of, step_rows
+from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
 from vtaps.spec.document import Document
 from vtaps.spec.expand import written
 from vtaps.spec.locations import locate
@@ -25,6 +27,7 @@ from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, 
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
+from vtaps.spec.serving import Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
@@ -32,7 +35,8 @@ from vtaps.spec.vector_use import check_vectors
 
 T = TypeVar("T")
 
-REASON = "auto: this version serves every location with the eager engine (vLLM with enforce_eager, no CUDA graphs)"
+TAPS_SERVED = True
+"""Whether the runtime has the taps engine; without it every spec is served by the eager one."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,16 @@ class Context:
     tree: ModelTree
     tokens: Tokens
 
+    @cached_property
+    def compiled(self) -> Compiled:
+        return compiled_part(self.tree)
+
 
 def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]]:
     """The plan, or None where a finding is an error.  Reads prompt and vector files; no torch, no vLLM."""
     doc, tree = context.doc, context.tree
     found = list(check_names(spec, doc))
+    found += _against_taps(spec, doc)
     edits = _known({name: _edit(e, spec, context, found) for name, e in spec.edits.items()})
     reads = _known({name: _read(r, spec, context, found) for name, r in spec.reads.items()})
     overrides = _overrides(spec, context, found)
@@ -62,10 +71,16 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
             outside[f"model:{name}"] = digest
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
+    engine = spec.engine if TAPS_SERVED else replace(spec.engine, mode="eager")
+    mode, reason, locations = choose(engine, context.compiled, locations)
     check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
         return None, found
+    reads = {
+        name: replace(p, step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)))
+        for name, p in reads.items()
+    }
     facts = TreeFacts(
         digest=tree.digest,
         architecture=tree.architecture,
@@ -74,9 +89,12 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         dimensions=tree.dimensions,
         final_norm=final_norm(tree),
     )
-    reason = REASON if spec.engine.mode == "auto" else "asked for in the spec"
+    if mode == "taps":
+        check_memory(spec, slots_of(spec.engine.vllm, reads, arms, prompts, facts.dtype), doc, found)
+        if has_errors(found):
+            return None, found
     plan = Plan(
-        spec, facts, "eager", reason, locations, edits, reads, overrides, metrics, arms, prompts,
+        spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
     )  # fmt: skip
     return plan, found
@@ -101,6 +119,8 @@ def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tup
         pieces = spec.taps[text].texts if text in spec.taps else (text,)
         for piece in pieces:
             sites, problems = locate(context.tree, piece, span)
+            if spec.engine.mode == "taps":
+                problems = [*problems, *_not_taps(sites, context, span)]
             if text in spec.taps:
                 at_tap = context.doc.at("taps", text)
                 problems = [replace(p, span=at_tap) for p in problems]
@@ -109,6 +129,34 @@ def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tup
             found.extend(problems)
             out.update({s.name: s for s in sites})
     return tuple(sorted(out.values(), key=lambda s: (s.order, s.name)))
+
+
+def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Diagnostic]:
+    """VT209 where the taps engine, asked for by name, cannot serve a site; one finding for all of a location."""
+    missing = [s for s in sites if context.compiled.tap(s) is None]
+    if not missing:
+        return []
+    first = missing[0]
+    more = f" (and {len(missing) - 1} more alike)" if len(missing) > 1 else ""
+    return [
+        Diagnostic(
+            "VT209",
+            f"{first.name} is not a tap: {context.compiled.why_not(first)}{more}",
+            span,
+            note="`mode: eager` serves it; `mode: auto` takes eager by itself where it must",
+        )
+    ]
+
+
+def _against_taps(spec: Spec, doc: Document) -> list[Diagnostic]:
+    """VT503 for an engine argument that does not go with the taps engine, where that is asked for by name."""
+    blocked = engine_args.against_taps(spec.engine.vllm) if spec.engine.mode == "taps" else None
+    if blocked is None:
+        return []
+    path, why = blocked
+    text = f"engine.vllm.{'.'.join(path)} does not go with the taps engine"
+    note = f"{why}; turn it off, or say `mode: eager`"
+    return [Diagnostic("VT503", text, doc.at("engine", "vllm", *path), note=note)]
 
 
 def _with_tap(d: Diagnostic, taps: Mapping[str, At], close: str) -> Diagnostic:

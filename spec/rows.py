@@ -99,6 +99,23 @@ class Selection:
     ids: frozenset[int] | None = None
     exclude: Selection | None = None
 
+    @property
+    def by_position(self) -> bool:
+        """Whether positions alone decide, and no token id."""
+        return self.ids is None and (self.exclude is None or self.exclude.by_position)
+
+    def holds(self, position: int) -> bool:
+        """Whether it selects ``position``, for a selection :attr:`by_position`."""
+        inside = any(a <= position < b for a, b in self.intervals)
+        return inside and (self.exclude is None or not self.exclude.holds(position))
+
+    def until(self, position: int) -> int:
+        """The first position after ``position`` at which :meth:`holds` may answer otherwise."""
+        ends = [edge for interval in self.intervals for edge in interval if edge > position]
+        if self.exclude is not None:
+            ends.append(self.exclude.until(position))
+        return min(ends, default=OPEN)
+
     def select(self, start: int, tokens: Ints) -> Ints:
         """The selected positions among ``start … start+len(tokens)−1``; ``tokens[i]`` is held by row ``start+i``."""
         stop = start + len(tokens)

@@ -27,10 +27,17 @@ class ModelRef:
     tokenizer: str | None = None
 
 
+TAP_MEMORY = 4 * 2**30
+"""Bytes: 8192 rows a step of every layer of an 8B model (32 × 4096 × 2 bytes a row), held for two steps."""
+
+
 @dataclass(frozen=True)
 class EngineRef:
+    """``tap_memory``: the most bytes that the reads of the taps engine may take on the device."""
+
     mode: str = "auto"
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    tap_memory: int = TAP_MEMORY
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from vtaps.runtime.results.load import RunResult, load
 from vtaps.spec.diagnostics import nearest
 from vtaps.spec.layers import collapsed
 from vtaps.spec.reporters import escape, harmless
+from vtaps.spec.sizes import human
 
 PROMPTS = 20
 """Prompts whose texts are shown; the others are counted."""
@@ -238,16 +239,6 @@ def _metrics(run: RunResult, width: int) -> RenderableType | None:
     if notes:
         table.caption, table.caption_justify = Text("; ".join(notes), "dim"), "left"
     return table
-
-
-def human(size: int) -> str:
-    """Bytes as ``1.5 MiB``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def _saved(run: RunResult) -> RenderableType:

@@ -90,7 +90,7 @@ class Frontend:
 
     def __init__(self, args: Mapping[str, Any], *, in_process: bool) -> None:
         self.in_process = in_process
-        with environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", VLLM_USE_V2_MODEL_RUNNER="0"):
+        with environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1"):
             from vllm import LLM
 
             self.llm = LLM(**args)
@@ -153,6 +153,8 @@ class Frontend:
             "kv_cache_blocks": config.cache_config.num_gpu_blocks,
             "kv_cache_block_size": config.cache_config.block_size,
             "in_process": self.in_process,
+            "compilation": config.compilation_config.mode.name,
+            "cudagraphs": "NONE" if is_cpu() else config.compilation_config.cudagraph_mode.name,
         }
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Every vLLM internal that the eager engine touches, each with a probe, and the wraps around them.
+"""Every vLLM internal that a worker with a block touches, each with a probe, and the wraps around loading.
 
-Held against vLLM 0.32's V1 model runner.  The wraps are on the worker's own runner and sampler objects, except for
-two on classes, which pass through for an engine that carries no block.
+Two wraps are on classes and pass through for an engine that carries no block; the others are on the worker's own
+runner and sampler: :mod:`.runner_v1` for vLLM's V1 model runner, :mod:`.runner_v2` for V2.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from vtaps.runtime.rowtable import Scheduled
+from vtaps.runtime.boards import Limits
+from vtaps.runtime.hooks import InstallError
 from vtaps.runtime.session import MANIFEST, Manifest, Session
 
 ADDITIONAL_CONFIG = "vtaps"
@@ -67,6 +65,38 @@ def _request_state() -> bool:
     return {"prompt_token_ids", "sampling_params", "output_token_ids"} <= fields
 
 
+def _dummy_run() -> bool:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return {"num_tokens", "cudagraph_runtime_mode", "uniform_decode"} <= set(_parameters(GPUModelRunner._dummy_run))
+
+
+def _compiled_root() -> bool:
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    return isinstance(TorchCompileWithNoGuardsWrapper, type)
+
+
+def _v2() -> bool:
+    """The V2 runner needs Triton: where there is none, it is not used either."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        return True
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    fields = {"req_ids", "num_reqs", "query_start_loc_np", "num_computed_tokens_np", "prefill_len_np", "input_ids"}
+    return (
+        fields <= set(inspect.signature(InputBatch).parameters)
+        and "dummy_run" in _parameters(GPUModelRunner.execute_model)
+        and callable(getattr(GPUModelRunner, "prepare_inputs", None))
+        and "cudagraph_manager" in inspect.getsource(GPUModelRunner.capture_model)
+        and _parameters(Sampler.sample)[1] == "logits"
+    )
+
+
 def _children() -> bool:
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -91,6 +121,9 @@ SEAMS: dict[str, Callable[[], bool]] = {
     "GPUModelRunner._prepare_inputs": _prepare_inputs,
     "GPUModelRunner.execute_model and ExecuteModelState.logits": _execute_model,
     "Sampler.sample": _sampler,
+    "GPUModelRunner._dummy_run": _dummy_run,
+    "TorchCompileWithNoGuardsWrapper": _compiled_root,
+    "the V2 model runner": _v2,
     "SchedulerOutput.finished_req_ids": _scheduler_output,
     "CachedRequestState": _request_state,
     "ParentRequest.get_child_info": _children,
@@ -133,13 +166,13 @@ def _wrap_load_model(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **kwargs)
             return
         path = Path(os.environ[MANIFEST])
-        with _Faults(path):
+        with Faults(path):
             session = Session(Manifest.read(path))
             if session.program.structure != expected:
                 raise RuntimeError("the manifest belongs to another engine")
         original(self, *args, **kwargs)
-        with _Faults(path):
-            attach(session, self.model_runner, path)
+        with Faults(path):
+            self.vtaps_runner = attach(session, self.model_runner, path)
         self.vtaps_session = session
 
     load_model.vtaps = True  # type: ignore[attr-defined]
@@ -162,7 +195,7 @@ def _wrap_child_info(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_child_info
 
 
-class _Faults:
+class Faults:
     """Leaves the message of a fault beside the manifest: an engine in another process reports only that it died."""
 
     def __init__(self, manifest: Path) -> None:
@@ -185,95 +218,45 @@ def faults(manifest: Path) -> list[str]:
     return found
 
 
-def attach(session: Session, runner: Any, manifest: Path) -> None:
-    """Put a session to work on a V1 runner whose model is loaded."""
-    if not hasattr(runner, "_prepare_inputs") or not hasattr(runner, "input_batch"):
-        raise RuntimeError("the eager engine serves vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
-    model = runner.get_model()
-    session.attach(model, model.compute_logits)
-    runner._prepare_inputs = _wrap_prepare_inputs(session, runner)
-    runner.execute_model = _wrap_execute_model(session, runner, manifest)
-    runner.sampler.sample = _wrap_sample(session, runner.sampler.sample)
+def attach(session: Session, runner: Any, manifest: Path) -> Any:
+    """Put a session to work on a runner whose model is loaded; returns what drives it there."""
+    from vtaps.runtime.compat.runner_v1 import RunnerV1
+    from vtaps.runtime.compat.runner_v2 import RunnerV2
+
+    kind = RunnerV2 if hasattr(runner, "cudagraph_manager") else RunnerV1
+    config, model = runner.vllm_config, runner.get_model()
+    if kind is RunnerV1 and not (hasattr(runner, "_prepare_inputs") and hasattr(runner, "input_batch")):
+        raise RuntimeError(f"{type(runner).__name__} is neither vLLM's V1 nor its V2 model runner")
+    tokens = config.scheduler_config.max_num_batched_tokens
+    limits = Limits(
+        rows=max(tokens, config.compilation_config.max_cudagraph_capture_size or 0),
+        requests=config.scheduler_config.max_num_seqs,
+        step_rows=tokens,
+    )
+    inside = None if session.program.mode == "eager" else _recorded(session, model)
+    session.attach(model, model.compute_logits, limits, config.model_config.dtype, inside)
+    if hasattr(runner, "model_memory_usage"):
+        # What is taken between the model and the profile run would otherwise be given to the KV cache a second time.
+        runner.model_memory_usage += session.boards.bytes
+    return kind(session, runner, manifest)
 
 
-def _wrap_prepare_inputs(session: Session, runner: Any) -> Callable[..., Any]:
-    original: Callable[..., Any] = runner._prepare_inputs
+def _recorded(session: Session, model: Any) -> Callable[[str], bool]:
+    """Which modules the block's operations go into: what the lock says, held against what vLLM compiles.
 
-    @functools.wraps(original)
-    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        result = original(scheduler_output, num_scheduled_tokens)
-        session.begin(_scheduled(session, runner))
-        return result
-
-    return prepare_inputs
-
-
-def _scheduled(session: Session, runner: Any) -> list[Scheduled]:
-    """The step's rows in the order of the batch, new requests admitted on the way."""
-    batch = runner.input_batch
-    count = batch.num_reqs
-    starts = batch.num_computed_tokens_cpu
-    offsets = runner.query_start_loc.np
-    discarded = runner.discard_request_mask.np
-    shares: list[Scheduled] = []
-    for number in range(count):
-        request_id = batch.req_ids[number]
-        if request_id not in session.table.live:
-            state = runner.requests[request_id]
-            params = state.sampling_params
-            asked = None if params is None else (params.extra_args or {}).get("vtaps")
-            session.table.admit(request_id, asked, int(batch.num_prompt_tokens[number]))
-        offset, stop = int(offsets[number]), int(offsets[number + 1])
-        start = int(starts[number])
-        if session.table.live[request_id] is None:
-            tokens = np.empty(stop - offset, np.int64)
-        else:
-            tokens = _tokens(runner, number, start, stop - offset)
-        shares.append(Scheduled(request_id, start, tokens, offset, not discarded[number]))
-    return shares
-
-
-def _tokens(runner: Any, number: int, start: int, count: int) -> npt.NDArray[np.int64]:
-    """Token ids of one request's rows.
-
-    Under async scheduling the host does not know yet what the last step sampled (it holds a placeholder).
+    Raises InstallError for a location that is not traced.
     """
-    tokens: npt.NDArray[np.int64] = runner.input_batch.token_ids_cpu[number, start : start + count].astype(np.int64)
-    if runner.use_async_scheduling and len(tokens) and tokens.min() < 0:
-        offset = int(runner.query_start_loc.np[number])
-        tokens = runner.input_ids.gpu[offset : offset + count].cpu().numpy().astype(np.int64)
-    return tokens
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
-
-def _wrap_execute_model(session: Session, runner: Any, manifest: Path) -> Callable[..., Any]:
-    import torch
-
-    original: Callable[..., Any] = runner.execute_model
-
-    @functools.wraps(original)
-    @torch.inference_mode()
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        for request_id in scheduler_output.finished_req_ids:
-            session.table.finish(request_id)
-        with _Faults(manifest):
-            try:
-                result = original(scheduler_output, *args, **kwargs)
-                state = runner.execute_model_state
-                session.end(None if state is None else state.logits)
-            except BaseException:
-                session.clear()
-                raise
-        return result
-
-    return execute_model
-
-
-def _wrap_sample(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sample(*args: Any, **kwargs: Any) -> Any:
-        # Between sampling and the gathering of logprobs: scheduler, KV cache, text and logprobs see one token.
-        sampled, processed = original(*args, **kwargs)
-        session.replace(sampled)
-        return sampled, processed
-
-    return sample
+    roots = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(module, "do_not_compile", True)
+    ]
+    recorded = {site.module for site in session.program.sites.values() if site.mode == "recorded"}
+    for module in sorted(recorded):
+        if roots and not any(module.startswith(f"{root}.") if root else module for root in roots):
+            raise InstallError(
+                f"{module or 'the model itself'} is not inside what vLLM compiles ({', '.join(roots)}): no tap there"
+            )
+    return lambda module: module in recorded

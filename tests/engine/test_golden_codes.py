@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.eager_case import LAYERS, arm, request, tiny_llama, write_case
+from tests.engine.case import LAYERS, arm, request, tiny_llama, write_case
 from vtaps.runtime.engine import Engine, EngineError
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.reporters import render

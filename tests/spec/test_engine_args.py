@@ -78,7 +78,7 @@ def test_refused(text: str, code: str, words: str) -> None:
 
 
 def test_prefix_caching_says_why() -> None:
-    assert "the eager engine keeps the prefix cache off" in findings("enable_prefix_caching: true")[0].note
+    assert "vtaps keeps the prefix cache off" in findings("enable_prefix_caching: true")[0].note
 
 
 @pytest.mark.parametrize("name", OWNED)

@@ -48,7 +48,7 @@ arms: {x: {edits: [a, b]}}
 """
     out = expand(parsed(text, Path()))
     assert out["model"] == {"path": "m", "dtype": "auto", "revision": None, "tokenizer": None}
-    assert out["engine"] == {"mode": "auto", "vllm": {}}
+    assert out["engine"] == {"mode": "auto", "tap_memory": "4 GiB", "vllm": {}}
     assert out["edits"]["a"]["add"] == {"vector": "v", "scale": 1.0}
     assert out["edits"]["b"]["set"] == {"vector": "v", "scale": 1.0}
     assert out["vectors"]["v"] == {"random": {"seed": 0, "norm": 1.0}}

@@ -80,6 +80,7 @@ def write_case(
     metrics: Mapping[str, Any] | None = None,
     vllm: Mapping[str, Any] | None = None,
     broken: str = "",
+    mode: str = "eager",
 ) -> tuple[dict[str, Any], Path]:
     """The lock and the block's path.  Reads come before edits where they say ``sees: before_edits``."""
     edits, reads = dict(edits or {}), dict(reads or {})
@@ -123,7 +124,7 @@ def write_case(
             "structure": STRUCTURE,
         },
         "model": {"path": str(model), "dtype": "float32", "revision": None, "tokenizer": None},
-        "engine": {"mode": "eager", "vllm": {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, **(vllm or {})}},
+        "engine": {"mode": mode, "vllm": {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, **(vllm or {})}},
         "lens": {"norm": "model.norm"},
         "sites": {name: SITES[name] for name in used},
         "edits": edits,

@@ -1,4 +1,4 @@
-"""The eager engine at work, against Hugging Face, numpy in float64 and plain vLLM."""
+"""The engine at work in both modes, against Hugging Face, numpy in float64 and plain vLLM."""
 
 # long because: one engine start serves every check in it
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from tests.engine.eager_case import (  # noqa: E402
+from tests.engine.case import (  # noqa: E402
     HEAD_DIM,
     LAYERS,
     arm,
@@ -26,6 +26,7 @@ from tests.engine.eager_case import (  # noqa: E402
     write_case,
 )
 from vtaps.runtime.engine import Engine, RequestError, plain_engine  # noqa: E402
+from vtaps.runtime.kernels import ADD, SET  # noqa: E402
 from vtaps.runtime.records import Completion, Finished, Request  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
 
@@ -103,9 +104,11 @@ def the_case(folder: Path, model: Path, **more: Any) -> tuple[dict[str, Any], Pa
     )
 
 
-@pytest.fixture(scope="module")
-def case(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    return the_case(tmp_path_factory.mktemp("case"), model)
+@pytest.fixture(scope="module", params=["eager", "taps"])
+def case(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    return the_case(tmp_path_factory.mktemp("case"), model, mode=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -349,15 +352,20 @@ def test_a_vector_of_nan_on_an_idle_arm_changes_nothing(engine: Engine) -> None:
     requests = [request(a, a, PROMPTS["long"]) for a in ("look", "plain", "zero")]
     before = serve(engine, *requests)
 
+    def vectors(worker: Any) -> list[Any]:
+        board, program = worker.vtaps_session.boards.find("resid_post[1]")
+        addresses = [int(board.descriptors[s.descriptor, 2]) for s in program.statements if s.code in (ADD, SET)]
+        return [board.tensors[address] for address in addresses]
+
     def poison(worker: Any) -> None:
-        tap = worker.vtaps_session.taps["resid_post[1]"]
-        tap.scaled.clear()
-        poison.kept = {name: v.clone() for name, v in tap.vectors.items()}  # type: ignore[attr-defined]
-        for v in tap.vectors.values():
+        poison.kept = [v.clone() for v in vectors(worker)]  # type: ignore[attr-defined]
+        assert len(poison.kept) == 2  # type: ignore[attr-defined]
+        for v in vectors(worker):
             v.fill_(float("nan"))
 
     def heal(worker: Any) -> None:
-        worker.vtaps_session.taps["resid_post[1]"].vectors = poison.kept  # type: ignore[attr-defined]
+        for v, kept in zip(vectors(worker), poison.kept, strict=True):  # type: ignore[attr-defined]
+            v.copy_(kept)
 
     engine._frontend.llm.collective_rpc(poison)
     try:
@@ -409,21 +417,53 @@ def drive(frontend: Any, requests: Mapping[str, list[int]]) -> dict[str, Any]:
     return out
 
 
-def test_unedited_neighbours_are_bit_identical_to_plain_vllm(case: tuple[dict[str, Any], Path], engine: Engine) -> None:
-    """On one schedule: the same prompts, lengths and order, with an edited request among them and without vtaps."""
+NEIGHBOURS = {"a": "plain", "b": "add", "c": "plain", "d": "look", "e": "scale", "f": "plain"}
+
+
+def test_unedited_neighbours_are_bit_identical_to_a_batch_with_nobody_edited(engine: Engine) -> None:
+    prompts = dict(zip(NEIGHBOURS, [*PROMPTS.values(), PROMPTS["middle"], PROMPTS["short"]], strict=True))
+    edited = serve(engine, *[request(k, a, prompts[k]) for k, a in NEIGHBOURS.items()], logprobs=3)
+    nobody = serve(engine, *[request(k, "plain", prompts[k]) for k in NEIGHBOURS], logprobs=3)
+    for key, arm_name in NEIGHBOURS.items():
+        (a,), (b,) = edited[key].completions, nobody[key].completions
+        if arm_name in ("plain", "look"):
+            assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+        else:
+            assert a.logprobs != b.logprobs, "the edit would not be noticed"
+
+
+def test_the_proof_names_every_tap(case: tuple[dict[str, Any], Path], engine: Engine) -> None:
+    lock, _ = case
+    inside = [name for name in lock["sites"] if name != "logits"] if engine.program.mode == "taps" else []
+    assert engine.proof.get("taps", 0) == len(inside)
+    assert all(told["recorded"] == sorted(inside) for told in engine.workers)
+    if inside:
+        assert engine.proof["passes"] == {"NONE": [1, engine.report["max_num_batched_tokens"]]}
+        assert engine.report["compilation"] != "NONE"
+
+
+def test_unedited_neighbours_equal_plain_vllm(case: tuple[dict[str, Any], Path], engine: Engine) -> None:
+    """On one schedule: the same prompts, lengths and order, with an edited request among them and without vtaps.
+
+    Without compilation they are the same bits; a compiler may fuse around a tap differently.
+    """
     lock, block = case
-    arms = {"a": "plain", "b": "add", "c": "plain", "d": "look", "e": "scale", "f": "plain"}
-    prompts = dict(zip(arms, [*PROMPTS.values(), PROMPTS["middle"], PROMPTS["short"]], strict=True))
-    finished = serve(engine, *[request(k, a, prompts[k]) for k, a in arms.items()], logprobs=3)
+    prompts = dict(zip(NEIGHBOURS, [*PROMPTS.values(), PROMPTS["middle"], PROMPTS["short"]], strict=True))
+    finished = serve(engine, *[request(k, a, prompts[k]) for k, a in NEIGHBOURS.items()], logprobs=3)
+    eager = engine.program.mode == "eager"
     engine.close()
-    plain = plain_engine(lock, block.parent)
+    plain = plain_engine(lock, block.parent, eager=eager)
     try:
         expected = drive(plain, prompts)
     finally:
         plain.close()
-    for key, arm_name in arms.items():
+    for key, arm_name in NEIGHBOURS.items():
         (completion,) = finished[key].completions
         (output,) = expected[key]
         if arm_name in ("plain", "look"):
             assert completion.token_ids == output.token_ids
-            assert completion.logprobs == output.logprobs
+            if eager:
+                assert completion.logprobs == output.logprobs
+            else:
+                assert completion.logprobs is not None and output.logprobs is not None
+                np.testing.assert_allclose(completion.logprobs, output.logprobs, atol=TOLERANCE)

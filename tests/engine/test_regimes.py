@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from tests.engine.eager_case import (  # noqa: E402
+from tests.engine.case import (  # noqa: E402
     LAYERS,
     SITES,
     arm,

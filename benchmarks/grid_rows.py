@@ -1,0 +1,219 @@
+"""What the grid compares: rows (what the requests use), columns (what serves them), and the spec of an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.grid_shapes import Shape, loads_of
+from benchmarks.loads import Load, draw_ids
+
+TOP = 10
+SCALE = 4.0
+HEAD = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """``installs`` is the definition (section, name) in the block, ``idle`` whether the row's requests leave it
+    unused.  ``goal``, ``eager_goal``: the least share of plain's tokens a second, for the taps and the eager engine.
+    """
+
+    name: str
+    title: str
+    load: str
+    installs: tuple[str, str] | None
+    goal: float | None = None
+    eager_goal: float | None = None
+    idle: bool = False
+
+    @property
+    def uses(self) -> tuple[str, str] | None:
+        return None if self.idle else self.installs
+
+
+_ONE, _EVERY = ("reads", "one_layer"), ("reads", "every_layer")
+ROWS = {
+    r.name: r
+    for r in (
+        Row("generate", "plain generation, nothing installed", "one", None),
+        Row("idle", "every layer's read installed, not used", "one", _EVERY, 0.99, idle=True),
+        Row("one_layer", "one layer read at every sampled row", "one", _ONE, 0.99, 0.97),
+        Row("every_layer", "every layer read at every sampled row", "one", _EVERY, 0.97, 0.90),
+        Row("every_layer_prompt", "every layer read at all rows", "one", ("reads", "every_layer_prompt"), 0.90),
+        Row("steer_one", "one layer steered at all rows", "one", ("edits", "steer_one"), 0.99),
+        Row("steer_every", "every layer steered at all rows", "one", ("edits", "steer_every"), 0.97),
+        Row("lens", f"lens top-{TOP} of one layer at every sampled row", "one", ("reads", "lens"), 0.95),
+        Row("head", "one head zeroed at all rows", "one", ("edits", "head"), 0.99),
+        Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
+        Row("eight_one_layer", "one layer read at every sampled row", "eight", _ONE, 0.98),
+        Row("thirtytwo_one_layer", "one layer read at every sampled row", "thirtytwo", _ONE, 0.97),
+        Row("eight_every_layer", "every layer read at every sampled row", "eight", _EVERY, 0.93),
+        Row("sweep_256", "a sweep of a steering scale, a request each point", "sweep", ("edits", "steer_one"), 0.95),
+        Row("prompts_1024", "short prompts, one layer read", "prompts", _ONE, 1 / 1.10),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """``kind``: ``plain`` (vLLM alone), ``vtaps`` (``mode`` is the spec's ``engine.mode``) or ``peer``.  ``base`` is
+    the column that its share is of."""
+
+    name: str
+    title: str
+    kind: str
+    base: str
+    eager: bool = False
+    mode: str = ""
+
+
+PLAIN, AGAIN = "plain", "plain2"
+COLUMNS = {
+    c.name: c
+    for c in (
+        Column(PLAIN, "plain vLLM, compiled, CUDA graphs", "plain", PLAIN),
+        Column("plain_eager", "plain vLLM, eager", "plain", PLAIN, eager=True),
+        Column("vtaps_taps", "vtaps, taps", "vtaps", PLAIN, mode="taps"),
+        Column("vtaps_eager", "vtaps, eager", "vtaps", "plain_eager", eager=True, mode="eager"),
+        Column("nnsight", "nnsight", "peer", PLAIN),
+        Column("plain_eager2", "plain vLLM, eager, again", "plain", "plain_eager", eager=True),
+        Column(AGAIN, "plain vLLM again", "plain", PLAIN),
+    )
+}
+"""In the order of a round: plain stands at both ends."""
+
+AGAIN_OF = {PLAIN: AGAIN, "plain_eager": "plain_eager2"}
+"""Base column → the same engine once more: what the two differ by is the resolution."""
+
+DEFAULT_COLUMNS = (PLAIN, "plain_eager", "vtaps_taps", "vtaps_eager", AGAIN)
+
+
+def goal_of(row: Row, column: Column) -> float | None:
+    if column.kind != "vtaps":
+        return None
+    return row.eager_goal if column.eager else row.goal
+
+
+def groups(rows: Sequence[Row], install: str) -> list[tuple[str, list[Row]]]:
+    """How rows share engines: (name, rows) for each.
+
+    ``each``: an engine a row; ``block``: rows with the same definition installed; ``together``: one for all.
+    """
+    if install == "together":
+        return [("together", list(rows))] if rows else []
+    out: dict[str, list[Row]] = {}
+    for row in rows:
+        shared = row.installs[1] if row.installs else "nothing"
+        out.setdefault(row.name if install == "each" else shared, []).append(row)
+    return list(out.items())
+
+
+def override_ids(load: Load, shape: Shape, seed: int) -> list[int]:
+    ids: list[int] = draw_ids([seed, 1], 1, load.generated, shape.vocabulary)[0].tolist()
+    return ids
+
+
+def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> dict[str, Any]:
+    middle = shape.layers // 2
+    one, every = f"resid_post[{middle}]", "resid_post[*]"
+    add = {"vector": "noise", "scale": SCALE}
+    known: dict[tuple[str, str], dict[str, Any]] = {
+        _ONE: {"at": one, "tokens": "sampling"},
+        _EVERY: {"at": every, "tokens": "sampling"},
+        ("reads", "every_layer_prompt"): {"at": every, "tokens": "all"},
+        ("reads", "lens"): {"at": one, "tokens": "sampling", "lens": {"top": TOP}},
+        ("edits", "steer_one"): {"at": one, "tokens": "all", "add": add},
+        ("edits", "steer_every"): {"at": every, "tokens": "all", "add": add},
+        ("edits", "head"): {"at": f"z[{middle}]", "tokens": "all", "zero": {"heads": [HEAD]}},
+        ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
+    }
+    return known[where]
+
+
+def spec_text(
+    rows: Sequence[Row], shape: Shape, model: Path, mode: str, vllm: dict[str, Any], seed: int
+) -> tuple[str, dict[str, str]]:
+    """The spec of one engine, as YAML, and the prompt files beside it (name → text).
+
+    An arm a row.  The prompts are those of the first repeat, so that whatever is sized by prompts has its size.
+    """
+    loads = {row.load: loads_of(shape)[row.load] for row in rows}
+    spec: dict[str, Any] = {
+        "vtaps": 1,
+        "model": {"path": str(model), "dtype": shape.dtype},
+        "engine": {"mode": mode, "vllm": vllm},
+    }
+    arms: dict[str, Any] = {}
+    used = {row.uses for row in rows}
+    for row in rows:
+        load = loads[row.load]
+        if row.installs:
+            section, name = row.installs
+            spec.setdefault(section, {})[name] = _definition(row.installs, load, shape, seed)
+            if row.installs not in used:
+                arms["not_served"] = {"prompts": [load.name], section: [name]}
+            if "add" in spec[section][name]:
+                spec["vectors"] = {"noise": {"random": {"seed": seed}}}
+        arm: dict[str, Any] = {"prompts": [load.name], "sampling": sampling(load)}
+        if row.uses:
+            section, name = row.uses
+            arm[section] = [name]
+            if load.same_prompt:
+                scales = [round(SCALE * (i + 1) / load.requests, 6) for i in range(load.requests)]
+                arm["sweep"] = {f"{name}.add.scale": scales}
+        arms[row.name] = arm
+    spec["prompts"] = {
+        name: {"file": f"{name}.jsonl", "id": {"column": "id"}, "ids": {"column": "ids"}} for name in loads
+    }
+    spec["arms"] = arms
+    files = {f"{name}.jsonl": _prompt_file(load, shape, seed) for name, load in loads.items()}
+    return yaml.safe_dump(spec, sort_keys=False, default_flow_style=None, width=4096), files
+
+
+def sampling(load: Load) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": load.generated, "ignore_eos": True}
+
+
+def prompt_ids(load: Load, shape: Shape, seed: int, repeat: int) -> list[tuple[int, ...]]:
+    """The prompts of one repeat, one a request; the same in every column."""
+    drawn = draw_ids([seed, 0, load.requests, load.prompt, repeat], load.prompts, load.prompt, shape.vocabulary)
+    ids = [tuple(row) for row in drawn.tolist()]
+    return ids * (load.requests // len(ids))
+
+
+def _prompt_file(load: Load, shape: Shape, seed: int) -> str:
+    ids = prompt_ids(load, shape, seed, 0)[: load.prompts]
+    return "".join(json.dumps({"id": str(i), "ids": row}) + "\n" for i, row in enumerate(ids))
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the requests of a row must bring, all together: ``keys`` (read, site) pairs, ``rows`` of reads,
+    ``fired`` rows of edits, ``overridden`` tokens."""
+
+    tokens: int
+    keys: int = 0
+    rows: int = 0
+    fired: int = 0
+    overridden: int = 0
+
+
+def due(row: Row | None, load: Load, shape: Shape) -> Due:
+    """``row`` None: plain vLLM, which brings tokens only."""
+    section, name = (row.uses if row else None) or ("", "")
+    n, everywhere = load.requests, load.prompt + load.generated - 1
+    if section == "reads":
+        sites = shape.layers if name.startswith("every_layer") else 1
+        each = everywhere if name == "every_layer_prompt" else load.generated
+        return Due(load.tokens, keys=n * sites, rows=n * sites * each)
+    if section == "edits":
+        return Due(load.tokens, fired=n * everywhere)
+    if section == "overrides":
+        return Due(load.tokens, overridden=load.tokens)
+    return Due(load.tokens)

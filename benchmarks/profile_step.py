@@ -1,0 +1,106 @@
+"""Where the host time of a step goes: one row of the grid on one engine in this process.
+
+usage: python -m benchmarks.profile_step --row ROW --shape SHAPE [--column COLUMN] [--repeats N] [--top N]
+
+First clocks around the engine's steps, without a profiler; then cProfile, which makes every call dearer: its table is
+for finding functions, not for adding up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from benchmarks.about import ENVIRONMENT, ROOT
+from benchmarks.grid_child import Job, batch, serving
+from benchmarks.grid_plan import compiled, starts
+from benchmarks.grid_rows import COLUMNS, ROWS
+from benchmarks.grid_shapes import SHAPES, work_folder, write_model
+from vtaps.runtime.compat.frontend import Frontend
+
+OURS = tuple(str(ROOT / name) for name in ("runtime", "vtaps", "spec", "codegen"))
+
+
+@contextmanager
+def clocked_steps() -> Iterator[list[float]]:
+    """Seconds of every step of the engine, while the context lasts."""
+    taken: list[float] = []
+    original = Frontend.step
+
+    def step(self: Frontend) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(self)
+        finally:
+            taken.append(time.perf_counter() - began)
+
+    Frontend.step = step  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        Frontend.step = original  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile_step", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--row", choices=ROWS, required=True)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--column", choices=COLUMNS, default="vtaps_taps")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--top", type=int, default=25, help="functions of vtaps to print")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    shape = SHAPES[args.shape]
+    work = work_folder(shape)
+    model = write_model(shape, work / "model")
+    start = starts((args.column,), (args.row,), "each", 1)[0]
+    folder, lock, block = compiled(start, shape, model, work, shape.vllm, 0)
+    job = Job(
+        args.column, 0, "each", start.cells, args.shape, str(model), str(folder), lock, block, shape.vllm, True, 2,
+        args.repeats, 0,
+    )  # fmt: skip
+    cell = start.cells[0]
+    with serving(job) as (serve, _):
+        for repeat in range(job.warmup):
+            serve(batch(job, cell, repeat))
+        walls, steps, outside = [], [], []
+        for repeat in range(job.repeats):
+            given = batch(job, cell, job.warmup + repeat)
+            with clocked_steps() as taken:
+                began = time.perf_counter()
+                serve(given)
+                walls.append(time.perf_counter() - began)
+            steps += taken
+            outside.append(walls[-1] - sum(taken))
+        given = batch(job, cell, job.warmup)
+        profiler = cProfile.Profile()
+        profiler.runcall(serve, given)
+    count = len(taken)
+    print(f"{args.column}, {args.row}: {count} steps, {given.load.tokens / median(walls):.1f} tok/s; medians in ms:")
+    print(f"  a batch {median(walls) * 1e3:.3f}, outside its steps {median(outside) * 1e3:.3f}")
+    print(f"  a step {median(steps) * 1e3:.3f}")
+    print_functions(profiler, count, args.top)
+
+
+def print_functions(profiler: cProfile.Profile, steps: int, top: int) -> None:
+    """The functions of vtaps (and of a block) with the most time of their own, in µs a step."""
+    stats: dict[Any, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    ours = [(key, s) for key, s in stats.items() if key[0].startswith(OURS) or key[0].endswith(".block.py")]
+    print(f"under cProfile, µs a step\n{'own':>9} {'with calls':>11} {'calls':>8}  function")
+    for (file, line, name), (_, calls, own, whole, _callers) in sorted(ours, key=lambda x: -x[1][2])[:top]:
+        short = os.path.relpath(file, ROOT) if file.startswith(str(ROOT)) else os.path.basename(file)
+        print(f"{own / steps * 1e6:9.2f} {whole / steps * 1e6:11.2f} {calls / steps:8.2f}  {short}:{line} {name}")
+    print(f"{sum(s[2] for _, s in ours) / steps * 1e6:9.2f} in all functions of vtaps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""What the taps look at in every step, in memory that never moves: row tables, vectors, slots.
+
+A location's statements are fixed when the block is put into the model; which rows they act on, with which coefficient
+and vector, and where reads are written, are numbers in these tables.  They are filled before a step's forward and are
+all zero, which selects nothing, outside of one.  Reads are written into the slots of a ring, from which they leave while
+later steps write further on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vtaps.runtime.block import Block, Location, Note
+from vtaps.runtime.kernels import (
+    ADD,
+    KEEP,
+    KEEP32,
+    SCALE,
+    SET,
+    ZERO,
+    Board,
+    LocationProgram,
+    Statement,
+    sentinel,
+)  # fmt: skip
+from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
+from vtaps.runtime.rowtable import Fill, StepPlan, TableError
+from vtaps.spec.slots import STEPS_HELD, slot_rows
+
+CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step can hold at most: rows (tokens, padding included) and requests; ``step_rows`` is what vLLM
+    schedules without padding."""
+
+    rows: int
+    requests: int
+    step_rows: int
+
+
+@dataclass
+class Ring:
+    """The slots of one read on one axis, ``key`` in all.  ``groups``: sites whose rows are equally wide, and their memory
+    ``[slots, sites, width]``; ``head`` is the next free slot."""
+
+    key: str
+    read: str
+    kind: str
+    slots: int
+    groups: list[tuple[tuple[str, ...], Tensor]]
+    head: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(memory.numel() * memory.element_size() for _, memory in self.groups)
+
+    def take(self, count: int) -> int:
+        """The first of ``count`` neighbouring slots.  Raises TableError where a step needs more than there are."""
+        if count > self.slots:
+            raise TableError(
+                f"read {self.read}: a step selects {count} rows and there are {self.slots} slots; "
+                "raise engine.tap_memory or lower max_num_batched_tokens"
+            )
+        start = 0 if self.head + count > self.slots else self.head
+        self.head = start + count
+        return start
+
+
+@dataclass
+class Axis:
+    """The board of all locations whose tensors have a row a token, or a row a request."""
+
+    board: Board
+    host: Any
+    columns: dict[tuple[str, str], int]
+    rings: dict[str, Ring]
+    locations: dict[str, LocationProgram] = field(default_factory=dict)
+    dirty: int = 0
+
+    def write(self, edits: Iterable[Fill], reads: Iterable[tuple[Fill, int]]) -> None:
+        """Make the table that of a step: its edits, and its reads with the first slot of each."""
+        host, last = self.host, 0
+        host[: self.dirty] = 0
+        for fill in edits:
+            host[fill.rows, self.columns["edit", fill.name]] = fill.points
+            host[fill.rows, 0] = 1
+            last = max(last, int(fill.rows[-1]) + 1)
+        for fill, start in reads:
+            host[fill.rows, self.columns["read", fill.name]] = np.arange(start + 1, start + 1 + len(fill.rows))
+            host[fill.rows, 0] = 1
+            last = max(last, int(fill.rows[-1]) + 1)
+        self._upload(max(last, self.dirty))
+        self.dirty = last
+
+    def move(self, reads: Iterable[tuple[Fill, int]]) -> None:
+        """The same rows as in the last step, with other slots."""
+        moved = False
+        for fill, start in reads:
+            self.host[fill.rows, self.columns["read", fill.name]] = np.arange(start + 1, start + 1 + len(fill.rows))
+            moved = True
+        if moved:
+            self._upload(self.dirty)
+
+    def clear(self) -> None:
+        if self.dirty:
+            self.host[: self.dirty] = 0
+            self._upload(self.dirty)
+            self.dirty = 0
+
+    def _upload(self, count: int) -> None:
+        table = self.board.rows
+        if table.device.type == "cuda" and count:
+            # Pinned memory of its own for every step: the copy of the last one may still be under way.
+            staged = torch.empty((count, table.shape[1]), dtype=table.dtype, pin_memory=True)
+            staged.copy_(torch.from_numpy(self.host[:count]))
+            table[:count].copy_(staged, non_blocking=True)
+
+
+class Boards:
+    """Everything of one worker: ``tokens`` and ``requests`` are the two axes; ``order`` numbers the locations.
+
+    Raises LockError for a vector that cannot be loaded or slots that do not fit ``tap_memory`` bytes.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        program: Program,
+        limits: Limits,
+        dtype: torch.dtype,
+        device: torch.device,
+        notes: Callable[[Location], tuple[Note, ...]],
+    ) -> None:
+        self.program, self.dtype, self.device = program, dtype, device
+        self.order = {name: number for number, name in enumerate(block.locations)}
+        self.notes = {name: notes(location) for name, location in block.locations.items()}
+        for name in block.locations:
+            if name not in program.sites:
+                raise LockError(f"sites.{name}", "the block has a location that the lock does not know")
+        self._check_statements()
+        self.seen = torch.zeros(max(len(self.order), 1), dtype=torch.int32, device=device)
+        self.tokens = self._axis(False, limits.rows, limits.step_rows, limits.requests)
+        self.requests = self._axis(True, limits.requests, limits.requests, limits.requests)
+
+    def _check_statements(self) -> None:
+        """Every use of a site that the lock speaks of is a statement of the block."""
+        for section, table in (("edits", self.program.edits), ("reads", self.program.reads)):
+            for name, entry in table.items():
+                for site in entry.sites:
+                    if site not in self.notes:
+                        raise LockError(f"{section}.{name}", f"the block has no location {site}")
+                    if name not in (n.name for n in self.notes[site]):
+                        raise LockError(f"{section}.{name}", f"the block says nothing of it at {site}")
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        return self.tokens, self.requests
+
+    @property
+    def rings(self) -> list[Ring]:
+        return [ring for axis in self.axes for ring in axis.rings.values()]
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all tables, vectors and slots."""
+        tensors = {t.data_ptr(): t for axis in self.axes for t in axis.board.tensors.values()}
+        tables = [t for axis in self.axes for t in (axis.board.rows, axis.board.descriptors)]
+        return sum(t.numel() * t.element_size() for t in (*tensors.values(), *tables, self.seen))
+
+    def _axis(self, sampled: bool, rows: int, step_rows: int, requests: int) -> Axis:
+        program = self.program
+        names = [n for n in self.order if program.sites[n].sampled == sampled]
+        mine = {name: self.notes[name] for name in names}
+        columns: dict[tuple[str, str], int] = {}
+        for notes in mine.values():
+            for note in notes:
+                columns.setdefault(("edit" if note.verb else "read", note.name), len(columns) + 1)
+        if not names:
+            rows = 0
+        host = np.zeros((rows, 1 + len(columns)), np.int32)
+        on_cpu = self.device.type == "cpu"
+        table = torch.from_numpy(host) if on_cpu else torch.zeros(host.shape, dtype=torch.int32, device=self.device)
+        count = sum(len(notes) for notes in mine.values())
+        board = Board(table, torch.zeros((max(count, 1), 8), dtype=torch.int64, device=self.device), self.seen)
+        rings = {
+            name: self._ring(name, [s for s in mine if any(n.name == name and n.kind for n in mine[s])],
+                             step_rows, requests, sampled=sampled)
+            for kind, name in columns if kind == "read"
+        }  # fmt: skip
+        axis = Axis(board, host, columns, rings)
+        row = 0
+        for name, notes in mine.items():
+            site = program.sites[name]
+            statements = []
+            for note in notes:
+                if note.verb:
+                    statements.append(self._edit(board, row, site, note, columns["edit", note.name]))
+                else:
+                    ring = rings[note.name]
+                    memory, index = _place(ring, name)
+                    board.set_read(row, memory, index)
+                    code = KEEP if note.kind in ("rows", "lens") else KEEP32
+                    statements.append(Statement(code, columns["read", note.name], row, False))
+                row += 1
+            first = 0 if site.columns is None else site.columns[0]
+            axis.locations[name] = LocationProgram(self.order[name], first, site.width, tuple(statements))
+        return axis
+
+    def _edit(self, board: Board, row: int, site: SiteEntry, note: Note, column: int) -> Statement:
+        program, edit = self.program, self.program.edits[note.name]
+        uses = program.uses_of[note.name]
+        order = program.vectors_of[note.name] if edit.verb in USES_VECTOR else ()
+        coefficients = np.zeros(len(uses) + 1, np.float32)
+        index = np.full(len(uses) + 1, -1, np.int32)
+        used: dict[str, int] = {}
+        for use, number in uses.items():
+            coefficients[number] = 1.0 if use.coefficient is None else use.coefficient
+            if site.name in use.sites:
+                index[number] = used.setdefault(use.vector, len(used)) if use.vector in order and use.vector else 0
+        vectors = None
+        if used:
+            vectors = self._put(np.stack([program.load_vector(name, site) for name in used]).astype(np.float32))
+        mask = None
+        if note.columns is not None:
+            chosen = np.zeros(site.width, np.uint8)
+            for a, b in note.columns:
+                chosen[a:b] = 1
+            mask = self._put(chosen)
+        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask)
+        return Statement(CODES[edit.verb], column, row, mask is not None)
+
+    def _put(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _ring(self, name: str, sites: Sequence[str], step_rows: int, requests: int, *, sampled: bool) -> Ring:
+        read = self.program.reads[name]
+        most = slot_rows(read.step_rows if read.step_rows is not None else step_rows, requests, step_rows)
+        most = min(most, step_rows)
+        by_width: dict[int, list[str]] = {}
+        for site in sites:
+            by_width.setdefault(self.program.sites[site].width, []).append(site)
+        kept = self.dtype if read.kind in ("rows", "lens") else torch.float32
+        slots = STEPS_HELD * most
+        groups = [
+            (tuple(some), torch.zeros((slots, len(some), width), dtype=kept, device=self.device))
+            for width, some in by_width.items()
+        ]
+        return Ring(f"{name}/{'requests' if sampled else 'tokens'}", name, read.kind, slots, groups)
+
+    def clear(self) -> None:
+        """Select nothing: dummy runs, and the lens, see a model without a block."""
+        for axis in self.axes:
+            axis.clear()
+
+    def find(self, name: str) -> tuple[Board, LocationProgram]:
+        for axis in self.axes:
+            if name in axis.locations:
+                return axis.board, axis.locations[name]
+        raise KeyError(name)
+
+    def prove(self, count: int) -> None:
+        """Select ``count`` rows for the proof: every edit writes its location's sentinel, every read keeps it."""
+        axis = self.tokens
+        axis.host[:count, 0] = 2
+        for (kind, name), column in axis.columns.items():
+            if kind == "read":
+                slots = min(count, axis.rings[name].slots)
+                axis.host[:slots, column] = np.arange(1, slots + 1)
+        axis._upload(count)
+        axis.dirty = max(axis.dirty, count)
+
+    def unproved(self, count: int) -> list[str]:
+        """The locations whose reads do not hold their sentinel after a pass over ``count`` proof rows."""
+        wrong = []
+        for ring in self.tokens.rings.values():
+            for sites, memory in ring.groups:
+                slots = min(count, ring.slots)
+                want = torch.tensor([sentinel(self.order[s]) for s in sites], dtype=memory.dtype, device=self.device)
+                right = (memory[:slots] == want[None, :, None]).flatten(2).all(-1).all(0)
+                wrong += [site for site, ok in zip(sites, right.tolist(), strict=True) if not ok]
+                memory.zero_()
+        return wrong
+
+    def active(self, plan: StepPlan) -> Mapping[str, None]:
+        """The locations at which a plan has something to do."""
+        found: dict[str, None] = {}
+        for fill in (*plan.reads, *plan.sampled_reads):
+            found.update(dict.fromkeys(fill.sites))
+        for fill in (*plan.edits, *plan.sampled_edits):
+            uses = {number: use.sites for use, number in self.program.uses_of[fill.name].items()}
+            for number in np.unique(fill.points) if fill.points is not None else ():
+                found.update(dict.fromkeys(uses[int(number)]))
+        return found
+
+
+def _place(ring: Ring, site: str) -> tuple[Tensor, int]:
+    for sites, memory in ring.groups:
+        if site in sites:
+            return memory, sites.index(site)
+    raise KeyError(site)

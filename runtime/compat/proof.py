@@ -1,0 +1,66 @@
+"""The proof at start: every tap fires in every shape and mode that the engine will serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+PROOF_SECONDS = 120.0
+"""What the proof may take: far beyond that, something is wrong with the machine."""
+
+
+class ProofError(Exception):
+    """A tap did not fire; the message names it, and where."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward over ``rows`` dummy rows: ``mode`` is vLLM's name for how it runs (FULL, PIECEWISE, NONE)."""
+
+    mode: str
+    rows: int
+    run: Callable[[], Any]
+
+
+def prove(worker: Any) -> dict[str, Any]:
+    """Run every pass of a worker with the proof's table: each recorded location counts one launch, writes its
+    sentinel where it edits, and keeps the sentinel where it reads.
+
+    Returns what was proved: mode → the numbers of rows, and the seconds it took.  Raises ProofError.
+    """
+    session, runner = worker.vtaps_session, worker.vtaps_runner
+    started = time.monotonic()
+    proved: dict[str, list[int]] = {}
+    names = [at.name for at in session.at]
+    inside = session.in_graph
+    session.serve()
+    runner.proving = True
+    try:
+        for one in runner.passes() if inside.any() else ():
+            before = session.boards.seen.cpu().numpy().copy()
+            session.boards.prove(one.rows)
+            one.run()
+            wrong = session.boards.unproved(one.rows)
+            after = session.boards.seen.cpu().numpy()
+            times = (after - before)[: len(names)]
+            for number in np.flatnonzero(inside & (times != 1)):
+                raise ProofError(
+                    f"the tap {names[number]} fired {times[number]} times in a forward of {one.rows} rows ({one.mode})"
+                )
+            if wrong:
+                raise ProofError(
+                    f"the tap {wrong[0]} did not keep what it saw in a forward of {one.rows} rows ({one.mode})"
+                )
+            proved.setdefault(one.mode, []).append(one.rows)
+            if time.monotonic() - started > PROOF_SECONDS:
+                raise ProofError(f"the proof took more than {PROOF_SECONDS:.0f} s")
+    finally:
+        runner.proving = False
+        session.boards.clear()
+    session.rebase()
+    session.proof = {"passes": proved, "taps": int(inside.sum()), "seconds": round(time.monotonic() - started, 2)}
+    return session.proof

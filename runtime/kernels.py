@@ -1,0 +1,369 @@
+"""What happens at one tapped location inside a captured forward: one launch, all of its edits and reads, in order.
+
+A CUDA graph replays addresses, so whatever varies by request is data at fixed ones: the :class:`Board`.  The host fills
+its row table before the step; each location's launch looks there for what to do with each row.  Two implementations
+agree to the bit: :func:`launch` (Triton, :mod:`vtaps.runtime.kernels_triton`) and :func:`reference` (torch).
+
+The arithmetic is that of :mod:`vtaps.runtime.block`: in float32, coefficient · vector rounded before the sum, and each
+edit rounded to the model's dtype before the next statement sees it.  Rows and columns that no statement selects keep
+their bits, and the vectors of idle points are never an operand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+Code = Literal[0, 1, 2, 3, 4, 5]
+"""What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient:
+
+| code | | hidden | residual |
+|---|---|---|---|
+| KEEP | memory = x + r in the model's dtype | | |
+| KEEP32 | memory = x + r in float32 | | |
+| ADD | | x + c · vector | |
+| SCALE | | (x + r) · c | 0 |
+| ZERO | | 0 | 0 |
+| SET | | c · vector | 0 |
+"""
+
+KEEP: Final[Code] = 0
+KEEP32: Final[Code] = 1
+ADD: Final[Code] = 2
+SCALE: Final[Code] = 3
+ZERO: Final[Code] = 4
+SET: Final[Code] = 5
+
+WORDS: Final = 8
+"""int64 words of a descriptor."""
+
+DESCRIPTORS: Final = 1 << 20
+"""More descriptors than a board has."""
+
+LIVE: Final = 1
+PROOF: Final = 2
+"""Column 0 of the row table: 0 for a row with nothing to do at any location, LIVE, or PROOF.  A proof row becomes the
+location's :func:`sentinel` instead of being edited, which shows from outside that the launch is in the graph."""
+
+SENTINELS: Final = 128
+"""Sentinels are 1 … SENTINELS: exact in bfloat16."""
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+# The kernel promises the compiler aligned tables, so that it loads 16 bytes at a time.
+_ALIGNMENT: Final = 16
+_BLOCK: Final = 1024
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One edit or read of a location.
+
+    ``column`` (≥ 1) of the row table drives it; ``descriptor`` is its row of :attr:`Board.descriptors`; ``masked``: an
+    edit of only those columns where the descriptor's mask is not 0.
+    """
+
+    code: Code
+    column: int
+    descriptor: int
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        if self.column < 1 or not 0 <= self.descriptor < DESCRIPTORS:
+            raise ValueError(f"column {self.column}, descriptor {self.descriptor}")
+
+    @property
+    def word(self) -> int:
+        """Column and descriptor as one argument of the kernel.
+
+        Triton compiles anew for integers that are 1 or divisible by 16, in tuples unconditionally: this is neither.
+        """
+        return (self.column * DESCRIPTORS + self.descriptor) * 2 + 1
+
+
+@dataclass(frozen=True)
+class LocationProgram:
+    """All that one location does.
+
+    ``number`` indexes :attr:`Board.seen`; the location is ``[first, first + width)`` of its tensor's last axis.
+    """
+
+    number: int
+    first: int
+    width: int
+    statements: tuple[Statement, ...]
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether it may write the hidden state."""
+        return any(s.code >= ADD for s in self.statements)
+
+    @cached_property
+    def replaces(self) -> bool:
+        """Whether it may write the residual too."""
+        return any(s.code > ADD for s in self.statements)
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        return tuple(s.word for s in self.statements)
+
+    @cached_property
+    def codes(self) -> tuple[Code, ...]:
+        return tuple(s.code for s in self.statements)
+
+    @cached_property
+    def masks(self) -> tuple[bool, ...]:
+        return tuple(s.masked for s in self.statements)
+
+
+def sentinel(number: int) -> float:
+    """What location ``number`` writes to proof rows: 1 … SENTINELS."""
+    return float(number % SENTINELS + 1)
+
+
+@dataclass
+class Board:
+    """What the launches of one worker read, all on the model's device.
+
+    ``rows``: int32 ``[max_rows, 1 + columns]``.  Column 0 is the row's state; the others are 0 where their statement
+    has nothing to do, else the 1-based point of an edit or the 1-based slot of a read.
+
+    ``descriptors``: int64 ``[n, WORDS]``; addresses are data, so that a table may move without a new graph.
+
+    - an edit: address of the coefficients, float32 ``[points + 1]``; of the vector index, int32 ``[points + 1]`` (-1
+      where the point does not edit at this location; entry 0 is never used); of the vectors, float32 ``[n, width]``, or
+      0; of the mask, uint8 ``[width]``, or 0;
+    - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part.
+
+    ``seen``: int32 ``[locations]``, the launches so far.
+
+    ``tensors``: address → tensor, for all addresses in ``descriptors``.  It keeps them alive.
+    """
+
+    rows: Tensor
+    descriptors: Tensor
+    seen: Tensor
+    tensors: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _named: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def empty(
+        cls, max_rows: int, columns: int, descriptors: int, locations: int, device: torch.device | str = "cpu"
+    ) -> Board:
+        """A board on which nothing is on; ``columns`` is without column 0."""
+        return cls(
+            rows=torch.zeros((max_rows, 1 + columns), dtype=torch.int32, device=device),
+            descriptors=torch.zeros((descriptors, WORDS), dtype=torch.int64, device=device),
+            seen=torch.zeros(locations, dtype=torch.int32, device=device),
+        )
+
+    def set_edit(
+        self,
+        row: int,
+        coefficients: Tensor,
+        vector_index: Tensor,
+        vectors: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Point descriptor ``row`` at the tables of an edit; shapes and dtypes as above.
+
+        Indices and points are not compared with the tables' lengths, here or in a launch.  Raises ValueError for a
+        tensor that the kernel could not read.
+        """
+        for name, tensor, dtype, axes in (
+            ("coefficients", coefficients, torch.float32, 1),
+            ("vector_index", vector_index, torch.int32, 1),
+            ("vectors", vectors, torch.float32, 2),
+            ("mask", mask, torch.uint8, 1),
+        ):
+            if tensor is not None:
+                self._check(name, tensor, axes)
+                if tensor.dtype != dtype:
+                    raise ValueError(f"{name} is {tensor.dtype}, not {dtype}")
+        if coefficients.shape != vector_index.shape:
+            raise ValueError(f"{coefficients.shape[0]} coefficients and {vector_index.shape[0]} vector indices")
+        if vectors is not None and mask is not None and vectors.shape[1] != mask.shape[0]:
+            raise ValueError(f"the mask is {mask.shape[0]} wide and the vectors {vectors.shape[1]}")
+        tables = (coefficients, vector_index, vectors, mask)
+        self._write(row, [0 if t is None else t.data_ptr() for t in tables], [t for t in tables if t is not None])
+
+    def set_read(self, row: int, memory: Tensor, site: int) -> None:
+        """Point descriptor ``row`` at part ``site`` of ``memory``, ``[slots, sites, width]``: in the model's dtype for
+        KEEP, float32 for KEEP32.
+
+        Slots are not compared with ``memory`` in a launch.  Raises ValueError for memory that the kernel could not
+        write, IndexError for a site that it lacks.
+        """
+        self._check("memory", memory, 3)
+        if not 0 <= site < memory.shape[1]:
+            raise IndexError(f"site {site} of memory with {memory.shape[1]}")
+        width = memory.shape[2]
+        self._write(row, [memory.data_ptr(), memory.shape[1] * width, site * width], [memory])
+
+    def _check(self, name: str, tensor: Tensor, axes: int) -> None:
+        if tensor.dim() != axes:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: {axes} axes were expected")
+        if tensor.device != self.descriptors.device:
+            raise ValueError(f"{name} is on {tensor.device} and the board on {self.descriptors.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous")
+        if tensor.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"{name} does not start at a multiple of {_ALIGNMENT} bytes")
+
+    def _write(self, row: int, words: list[int], tensors: list[Tensor]) -> None:
+        words = words + [0] * (WORDS - len(words))
+        # A descriptor that a running step still reads changes after it: the copy is on the step's stream.
+        self.descriptors[row].copy_(torch.tensor(words, dtype=torch.int64))
+        before = self._named.get(row, ())
+        self._named[row] = tuple(t.data_ptr() for t in tensors)
+        self.tensors.update((t.data_ptr(), t) for t in tensors)
+        for address in set(before).difference(*self._named.values()):
+            del self.tensors[address]
+
+
+def run(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None = None) -> None:
+    """Do all of ``program`` to ``x`` and ``residual`` in place and count it in ``board.seen``.
+
+    ``x``, ``residual``: ``[rows, ≥ first + width]``, float32, bfloat16 or float16, last axis contiguous.  A residual
+    that *is* ``x`` (at a model's first layer one tensor plays both parts) counts as none.  Without rows nothing
+    happens, not even the count.  Raises ValueError for tensors of another form, before anything is written.
+    """
+    (launch if x.is_cuda else reference)(board, program, x, residual)
+
+
+def launch(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None = None) -> None:
+    """:func:`run` as one Triton kernel: no allocation, no synchronisation, hence fit for capture in a CUDA graph.
+
+    The first launch of a new shape of program (codes, width, dtype) compiles; do one before capture.
+    """
+    from vtaps.runtime.kernels_triton import tap
+
+    residual = _other(board, program, x, residual)
+    if not x.shape[0]:
+        return
+    width = program.width
+    block = min(_BLOCK, 1 << (width - 1).bit_length())
+    tap[(x.shape[0], -(-width // block))](
+        board.rows,
+        board.descriptors,
+        board.seen,
+        x,
+        residual,
+        board.rows.stride(0),
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        program.first,
+        program.number,
+        program.words,
+        CODES=program.codes,
+        MASKED=program.masks,
+        EDITS=program.edits,
+        REPLACES=program.replaces,
+        WIDTH=width,
+        ALIGN=math.gcd(width, _ALIGNMENT),
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        # A fused multiply-add would round once where the eager verbs round twice.
+        enable_fp_fusion=False,
+    )
+
+
+def reference(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None = None) -> None:
+    """:func:`run` by torch, on any device; on CUDA it synchronises."""
+    residual = _other(board, program, x, residual)
+    count = x.shape[0]
+    if not count:
+        return
+    board.seen[program.number].add_(1)
+    states = board.rows[:count, 0]
+    if not states.any():
+        return
+    cut = slice(program.first, program.first + program.width)
+    hidden, rest = x[:, cut], None if residual is None else residual[:, cut]
+    for statement in program.statements:
+        values = board.rows[:count, statement.column]
+        if statement.code >= ADD:
+            _edit(board, statement, hidden, rest, values.where(states == LIVE, 0))
+        else:
+            _read(board, statement, hidden, rest, values.where(states != 0, 0), states, sentinel(program.number))
+    proof = (states == PROOF).nonzero().squeeze(1)
+    if program.edits:
+        hidden.index_fill_(0, proof, sentinel(program.number))
+    if program.replaces and rest is not None:
+        rest.index_fill_(0, proof, 0.0)
+
+
+def _other(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """The second half of the pair, after a look at both."""
+    if x.dim() != 2 or x.stride(1) != 1 or x.dtype not in _DTYPES:
+        raise ValueError(f"{x.dtype} {list(x.shape)} with strides {x.stride()}: no hidden state")
+    if x.shape[1] < program.first + program.width or x.shape[0] > board.rows.shape[0]:
+        raise ValueError(
+            f"shape {list(x.shape)}: at most {board.rows.shape[0]} rows and at least "
+            f"{program.first + program.width} columns were expected"
+        )
+    if residual is None or residual.data_ptr() == x.data_ptr():
+        return None
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1:
+        raise ValueError(f"the residual, {residual.dtype} {list(residual.shape)}, is not like the hidden state")
+    return residual
+
+
+def _edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | None, points: Tensor) -> None:
+    """The verb on the rows whose point (int32 ``[rows]``, 0: off) is active at this location."""
+    rows = points.nonzero().squeeze(1)
+    if not rows.shape[0]:
+        return
+    coefficients_at, index_at, vectors_at, mask_at = board.descriptors[statement.descriptor].tolist()[:4]
+    picked = points[rows]
+    index = board.tensors[index_at].index_select(0, picked)
+    active = index >= 0
+    rows, picked, index = rows[active], picked[active], index[active]
+    if not rows.shape[0]:  # there may be no vectors then
+        return
+    before = hidden.index_select(0, rows)
+    other = None if rest is None else rest.index_select(0, rows)
+    coefficient = board.tensors[coefficients_at].index_select(0, picked).unsqueeze(1)
+    if statement.code == ZERO:
+        after = torch.zeros_like(before)
+    elif statement.code == SCALE:
+        total = before.float() if other is None else before.float() + other.float()
+        after = (total * coefficient).to(before.dtype)
+    else:
+        product = board.tensors[vectors_at].index_select(0, index) * coefficient
+        after = (before.float() + product if statement.code == ADD else product).to(before.dtype)
+    mask = board.tensors[mask_at].bool() if statement.masked else None
+    hidden.index_copy_(0, rows, after if mask is None else torch.where(mask, after, before))
+    if rest is not None and other is not None and statement.code > ADD:
+        rest.index_copy_(0, rows, torch.zeros_like(other) if mask is None else other.masked_fill(mask, 0.0))
+
+
+def _read(
+    board: Board,
+    statement: Statement,
+    hidden: Tensor,
+    rest: Tensor | None,
+    slots: Tensor,
+    states: Tensor,
+    proven: float,
+) -> None:
+    """Copy the rows whose slot (int32 ``[rows]``, 1-based, 0: off) is on; proof rows hold ``proven``."""
+    rows = slots.nonzero().squeeze(1)
+    if not rows.shape[0]:
+        return
+    address, stride, offset = board.descriptors[statement.descriptor].tolist()[:3]
+    memory = board.tensors[address]
+    dtype = torch.float32 if statement.code == KEEP32 else hidden.dtype
+    if memory.dtype != dtype:
+        raise ValueError(f"memory for {dtype} rows is {memory.dtype}")
+    start = memory.storage_offset() + offset
+    place = memory.as_strided((memory.shape[0], hidden.shape[1]), (stride, 1), start)
+    value = hidden.index_select(0, rows)
+    if rest is not None:
+        value = value.float() + rest.index_select(0, rows).float()
+    value = value.to(dtype).masked_fill((states[rows] == PROOF).unsqueeze(1), proven)
+    place.index_copy_(0, slots[rows].long() - 1, value)

@@ -1,0 +1,142 @@
+"""The one launch a tapped location costs on a GPU; :mod:`vtaps.runtime.kernels` says what it does and calls it.
+
+Importing this file needs triton.  What is constant over a worker's life and shared by many locations (codes, width) is
+compiled in; what tells locations apart (columns, descriptors, number) is an argument, so that the layers of a model
+share one compilation.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+from vtaps.runtime import kernels
+
+# A jitted function may use no global of another type.
+KEEP32 = tl.constexpr(kernels.KEEP32)
+ADD = tl.constexpr(kernels.ADD)
+SCALE = tl.constexpr(kernels.SCALE)
+ZERO = tl.constexpr(kernels.ZERO)
+WORDS = tl.constexpr(kernels.WORDS)
+PROOF = tl.constexpr(kernels.PROOF)
+DESCRIPTORS = tl.constexpr(kernels.DESCRIPTORS)
+SENTINELS = tl.constexpr(kernels.SENTINELS)
+
+
+@triton.jit(do_not_specialize=["number"])
+@no_type_check
+def tap(
+    rows,  # int32 [max_rows, 1 + columns]
+    descriptors,  # int64 [n, WORDS]
+    seen,  # int32 [locations]
+    x,  # [rows, ≥ first + WIDTH]
+    residual,  # like x, or None
+    rows_stride,
+    x_stride,
+    residual_stride,
+    first,
+    number,
+    words,  # one of each statement, see Statement.word
+    CODES: tl.constexpr,
+    MASKED: tl.constexpr,
+    EDITS: tl.constexpr,
+    REPLACES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides what lies between two places of a read's memory
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # rows · vocabulary passes 2³¹
+    block = tl.program_id(1)
+    if row + block == 0:
+        tl.atomic_add(seen + number, 1, sem="relaxed")
+    table = rows + row * rows_stride
+    state = tl.load(table)
+    if state == 0:
+        return
+    proof = state == PROOF
+
+    # What each statement finds in the tables: all of it before any of the row, so that the loads overlap.
+    found = ()
+    edited = proof & EDITS
+    replaced = proof & REPLACES
+    busy = edited
+    for i in tl.static_range(len(CODES)):
+        value = tl.load(table + words[i] // (2 * DESCRIPTORS))
+        if CODES[i] >= ADD:
+            index = tl.load(descriptors + words[i] // 2 % DESCRIPTORS * WORDS + 1).to(tl.pointer_type(tl.int32))
+            chosen = tl.load(index + value, mask=(value > 0) & (state != PROOF), other=-1)
+            active = chosen >= 0
+            edited |= active
+            if CODES[i] > ADD:
+                replaced |= active
+            found += ((active, value, chosen),)
+        else:
+            active = value > 0
+            found += ((active, value - 1, value),)
+        busy |= active
+    if not busy:
+        return
+
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    x_at = x + row * x_stride + first + cols
+    dtype = x.dtype.element_ty
+    sentinel = (number % SENTINELS + 1).to(tl.float32).to(dtype)
+    nothing = tl.zeros([BLOCK], dtype)
+    # Both stay in the model's dtype: what no statement selects is stored as it was loaded, to the bit.
+    h = tl.where(proof, sentinel, tl.load(x_at, mask=inside & (state != PROOF), other=0.0))
+    if residual is not None:
+        r_at = residual + row * residual_stride + first + cols
+        r = tl.load(r_at, mask=inside & (state != PROOF), other=0.0)
+
+    for i in tl.static_range(len(CODES)):
+        place = descriptors + words[i] // 2 % DESCRIPTORS * WORDS
+        active = found[i][0]
+        value = found[i][1]
+        if CODES[i] >= ADD:
+            here = inside & active
+            if MASKED[i]:
+                mask = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(tl.uint8)), 16)
+                here = here & (tl.load(mask + cols, mask=here, other=0) != 0)
+            if CODES[i] == ZERO:
+                new = nothing
+            else:
+                coefficients = tl.load(place).to(tl.pointer_type(tl.float32))
+                coefficient = tl.load(coefficients + value, mask=active, other=0.0)
+                if CODES[i] == SCALE:
+                    total = h.to(tl.float32)
+                    if residual is not None:
+                        total += r.to(tl.float32)
+                    new = (total * coefficient).to(dtype)
+                else:
+                    vectors = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(tl.float32)), 16)
+                    vector = vectors + found[i][2].to(tl.int64) * WIDTH
+                    product = tl.load(vector + cols, mask=inside & active, other=0.0) * coefficient
+                    if CODES[i] == ADD:
+                        new = (h.to(tl.float32) + product).to(dtype)
+                    else:
+                        new = product.to(dtype)
+            h = tl.where(here, new, h)
+            if residual is not None and CODES[i] > ADD:
+                r = tl.where(here, nothing, r)
+        else:
+            slot = value.to(tl.int64) * tl.multiple_of(tl.load(place + 1), ALIGN)
+            offset = tl.multiple_of(tl.load(place + 2), ALIGN)
+            if CODES[i] == KEEP32:
+                memory = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
+                kept = h.to(tl.float32)
+                if residual is not None:
+                    kept += r.to(tl.float32)
+            else:
+                memory = tl.multiple_of(tl.load(place).to(tl.pointer_type(dtype)), 16)
+                kept = h
+                if residual is not None:
+                    kept = (h.to(tl.float32) + r.to(tl.float32)).to(dtype)
+            tl.store(memory + slot + offset + cols, kept, mask=inside & active)
+
+    if EDITS:
+        tl.store(x_at, h, mask=inside & edited)
+    if residual is not None and REPLACES:
+        tl.store(r_at, r, mask=inside & replaced)

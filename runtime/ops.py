@@ -1,0 +1,51 @@
+"""The operations that a tapped model calls: opaque to the compiler, inside its graphs.
+
+They name a location by number and find their tables through :func:`serve`, so that a compiled model holds no address
+of ours: one that comes back from a compile cache looks its tables up like a fresh one.  Both declare what they write,
+a read its own operand: an operation that writes nothing would be removed as dead code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+"""Counts changes of what a compiled model calls: part of the structure digest."""
+
+Run = Callable[[int, Tensor, "Tensor | None"], None]
+
+_LIBRARY = torch.library.Library("vtaps", "DEF")
+_LIBRARY.define("tap(Tensor(a!) x, Tensor? residual, int location) -> ()")
+_LIBRARY.define("tap_pair(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
+
+_serving: list[Run] = []
+
+
+def serve(run: Run | None) -> None:
+    """Whose tables the operations of this process look at, until the next call: ``run(location, x, residual)``."""
+    _serving[:] = [] if run is None else [run]
+
+
+def _tap(x: Tensor, residual: Tensor | None, location: int) -> None:
+    if _serving:
+        _serving[0](location, x, residual)
+
+
+def _fake(x: Tensor, residual: Tensor | None, location: int) -> None:
+    return None
+
+
+for _name in ("tap", "tap_pair"):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _tap, _key)
+    torch.library.register_fake(f"vtaps::{_name}", _fake, lib=_LIBRARY)
+
+tap: Any = torch.ops.vtaps.tap.default
+"""Edits and reads of ``x`` ``[rows, width]`` in place; ``residual`` is only read."""
+
+tap_pair: Any = torch.ops.vtaps.tap_pair.default
+"""The same, where a statement writes the residual too."""
