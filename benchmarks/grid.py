@@ -99,18 +99,20 @@ class Grid:
         self.took: dict[str, float] = {}
 
     def run(self) -> int:
-        order = starts(self.args.columns, self.args.rows, self.args.install, self.args.starts)
+        columns = [c for c in self.args.columns if COLUMNS[c].kind != "peer" or grid_peer.installed()]
+        absent = [f"{c} (not installed)" for c in self.args.columns if c not in columns]
+        order = starts(columns, self.args.rows, self.args.install, self.args.starts)
         for number, start in enumerate(order):
             if self._too_late(start):
                 say(f"the budget of {self.args.budget:g} s is used up: {len(order) - number} engines are left out")
                 break
             say(f"[{number + 1}/{len(order)}] {start.title} …")
             # What is open stands in the file too: a call that is killed here has said what it did not do.
-            self.result.left_out = [f"{s.title} ({', '.join(s.cells)})" for s in order[number:]]
+            self.result.left_out = absent + [f"{s.title} ({', '.join(s.cells)})" for s in order[number:]]
             self.result.write(self.args.out)
             told = self._start(start)
             self.result.children.append(told)
-            self.result.left_out = self.result.left_out[1:]
+            del self.result.left_out[len(absent)]
             self.result.write(self.args.out)
             say(f"    {told.get('failed') or 'ok'}, {told['seconds']:.1f} s")
         print(grid_report.markdown([asdict(self.result)]))
@@ -131,8 +133,6 @@ class Grid:
         }  # fmt: skip
         began = time.monotonic()
         try:
-            if COLUMNS[start.column].kind == "peer" and not grid_peer.installed():
-                raise SpecError("not installed")
             folder, lock, block = compiled(start, self.shape, self.model, self.work, self.vllm, args.seed)
         except SpecError as error:
             return {**told, "failed": str(error), "seconds": round(time.monotonic() - began, 2)}

@@ -107,7 +107,7 @@ def _line(cell: Cell, loads: Mapping[str, Load]) -> tuple[str, ...]:
         f"{cell.low:.3f}–{cell.high:.3f}",
         "" if cell.half_width is None else f"{cell.half_width:.3f}",
         "" if cell.goal is None else f"{cell.goal:.3f}",
-        {None: "", True: "yes", False: "no"}[cell.met],
+        "" if cell.goal is None else {None: "unclear", True: "yes", False: "no"}[cell.met],
         str(cell.rounds),
         f"{cell.same[0]}/{cell.same[1]}",
     )

@@ -12,6 +12,9 @@ from benchmarks.grid_rows import AGAIN_OF, COLUMNS, ROWS, Column, goal_of
 Call = Mapping[str, Any]
 """What one call of the grid wrote: ``about`` and ``children``."""
 
+COARSE = 0.05
+"""A half-width above which a run decides nothing."""
+
 Round = tuple[int, int]
 """(number of the call, number of the start in it): only what ran in one round is compared."""
 
@@ -58,8 +61,10 @@ class Cell:
 
     @property
     def met(self) -> bool | None:
-        """Whether the lower end of the interval reaches the goal within the half-width."""
-        return None if self.goal is None else self.low + (self.half_width or 0.0) >= self.goal
+        """Whether the lower end of the interval reaches the goal within the half-width; None without a goal, and
+        where two equal engines differed by so much that nothing can be said."""
+        width = self.half_width or 0.0
+        return None if self.goal is None or width > COARSE else self.low + width >= self.goal
 
 
 def taken(calls: Sequence[Call]) -> dict[tuple[str, str, str], Rounds]:

@@ -2,8 +2,8 @@
 
 A location's statements are fixed when the block is put into the model; which rows they act on, with which coefficient
 and vector, and where reads are written, are numbers in these tables.  They are filled before a step's forward and are
-all zero, which selects nothing, outside of one.  Reads are written into the slots of a ring, from which they leave while
-later steps write further on.
+all zero, which selects nothing, outside of one.  Reads are written into the slots of a ring, from which they leave
+while later steps write further on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rowtable import Fill, StepPlan, TableError
 from vtaps.spec.slots import STEPS_HELD, slot_rows
 
+EAGER_SLOTS = 1024
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}
 
 
@@ -48,8 +49,11 @@ class Limits:
 
 @dataclass
 class Ring:
-    """The slots of one read on one axis, ``key`` in all.  ``groups``: sites whose rows are equally wide, and their memory
-    ``[slots, sites, width]``; ``head`` is the next free slot."""
+    """The slots of one read on one axis, ``key`` in all.
+
+    ``groups``: sites whose rows are equally wide, and their memory ``[slots, sites, width]``; ``head`` is the next free
+    slot.
+    """
 
     key: str
     read: str
@@ -63,12 +67,7 @@ class Ring:
         return sum(memory.numel() * memory.element_size() for _, memory in self.groups)
 
     def take(self, count: int) -> int:
-        """The first of ``count`` neighbouring slots.  Raises TableError where a step needs more than there are."""
-        if count > self.slots:
-            raise TableError(
-                f"read {self.read}: a step selects {count} rows and there are {self.slots} slots; "
-                "raise engine.tap_memory or lower max_num_batched_tokens"
-            )
+        """The first of ``count`` neighbouring slots, which are at most :attr:`slots`."""
         start = 0 if self.head + count > self.slots else self.head
         self.head = start + count
         return start
@@ -127,7 +126,8 @@ class Axis:
 class Boards:
     """Everything of one worker: ``tokens`` and ``requests`` are the two axes; ``order`` numbers the locations.
 
-    Raises LockError for a vector that cannot be loaded or slots that do not fit ``tap_memory`` bytes.
+    Raises LockError for a vector that cannot be loaded, a statement that the block lacks, or slots that take more than
+    ``engine.tap_memory``.
     """
 
     def __init__(
@@ -149,6 +149,14 @@ class Boards:
         self.seen = torch.zeros(max(len(self.order), 1), dtype=torch.int32, device=device)
         self.tokens = self._axis(False, limits.rows, limits.step_rows, limits.requests)
         self.requests = self._axis(True, limits.requests, limits.requests, limits.requests)
+        slots, allowed = sum(ring.bytes for ring in self.rings), program.tap_memory
+        if program.mode == "taps" and allowed is not None and slots > allowed:
+            raise LockError(
+                "engine.tap_memory",
+                f"the slots of {len(self.rings)} reads take {slots} bytes for {limits.requests} requests and "
+                f"{limits.step_rows} tokens a step, and {allowed} are allowed; lower max_num_seqs or "
+                "max_num_batched_tokens",
+            )
 
     def _check_statements(self) -> None:
         """Every use of a site that the lock speaks of is a statement of the block."""
@@ -242,18 +250,43 @@ class Boards:
 
     def _ring(self, name: str, sites: Sequence[str], step_rows: int, requests: int, *, sampled: bool) -> Ring:
         read = self.program.reads[name]
-        most = slot_rows(read.step_rows if read.step_rows is not None else step_rows, requests, step_rows)
-        most = min(most, step_rows)
+        alive = requests if read.requests is None else min(requests, read.requests)
+        rows = step_rows if read.step_rows is None else slot_rows(read.step_rows, alive, step_rows)
         by_width: dict[int, list[str]] = {}
         for site in sites:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
         kept = self.dtype if read.kind in ("rows", "lens") else torch.float32
-        slots = STEPS_HELD * most
+        slots = STEPS_HELD * max(1, rows)
+        if self.program.mode == "eager":
+            # No graph holds these: they grow to what a step needs.
+            slots = min(slots, EAGER_SLOTS)
         groups = [
             (tuple(some), torch.zeros((slots, len(some), width), dtype=kept, device=self.device))
             for width, some in by_width.items()
         ]
         return Ring(f"{name}/{'requests' if sampled else 'tokens'}", name, read.kind, slots, groups)
+
+    def fit(self, ring: Ring, count: int) -> bool:
+        """Whether ``ring`` can take ``count`` rows in one step; it may have become another memory for that, whose
+        slots are all free.  Raises TableError where it may not."""
+        if count <= ring.slots:
+            return False
+        if self.program.mode != "eager":
+            raise TableError(
+                f"read {ring.read}: a step selects {count} rows and there are {ring.slots} slots; lower "
+                "max_num_batched_tokens or run the requests that the lock was made for"
+            )
+        ring.slots, ring.head = STEPS_HELD * count, 0
+        ring.groups = [
+            (sites, torch.zeros((ring.slots, *memory.shape[1:]), dtype=memory.dtype, device=self.device))
+            for sites, memory in ring.groups
+        ]
+        for axis in self.axes:
+            for number, program in axis.locations.items() if ring in axis.rings.values() else ():
+                for note, statement in zip(self.notes[number], program.statements, strict=True):
+                    if note.kind and note.name == ring.read:
+                        axis.board.set_read(statement.descriptor, *_place(ring, number))
+        return True
 
     def clear(self) -> None:
         """Select nothing: dummy runs, and the lens, see a model without a block."""

@@ -79,10 +79,16 @@ class Harvest:
     """Collects the steps of one worker; nothing it keeps aliases a tensor of the model."""
 
     def __init__(
-        self, program: Program, device: torch.device, lens: Lens | None, probes: Mapping[str, Mapping[str, Tensor]]
+        self,
+        program: Program,
+        device: torch.device,
+        lens: Lens | None,
+        probes: Mapping[str, Mapping[str, Tensor]],
+        fit: Callable[[Ring, int], bool],
     ) -> None:
-        """``probes``: read → site → float32 ``[vectors, width]``."""
+        """``probes``: read → site → float32 ``[vectors, width]``; ``fit``: :meth:`Boards.fit`."""
         self.program = program
+        self._fit = fit
         self.lens = lens
         self._probes = {name: dict(sites) for name, sites in probes.items()}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -128,6 +134,10 @@ class Harvest:
         self._open = []
 
     def _take(self, ring: Ring, count: int) -> int:
+        if count > ring.slots:
+            # What its slots hold leaves before they are other memory.
+            self._flush(ring)
+            self._fit(ring, count)
         start = ring.take(count)
         stop = start + count
         held = [*self._waiting.get(ring.key, ()), *(t for t in self._open if t.ring is ring)]

@@ -1,4 +1,4 @@
-"""The block in a model: one wrapper a location around its module's forward, which picks the value out and acts on it."""
+"""The block in a model: a wrapper around a tapped module's forward picks the value out and acts on it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ class EditEntry:
 
 @dataclass(frozen=True)
 class ReadEntry:
-    """``step_rows``: the most rows that one request selects in one step, None where that was not worked out."""
+    """``step_rows``: the most rows that one request selects in one step; ``requests``: how many of the run take them.
+    None where that was not worked out."""
 
     kind: Kind
     sites: tuple[str, ...]
@@ -69,6 +70,7 @@ class ReadEntry:
     top: int | None = None
     ids: tuple[int, ...] | None = None
     step_rows: int | None = None
+    requests: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class Program:
     arms: Mapping[str, ArmEntry]
     lens_norm: str | None
     mode: str = "eager"
+    tap_memory: int | None = None
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def point(self, arm: str, point: int) -> Point:
@@ -285,6 +288,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         arms=arms,
         lens_norm=(lock.get("lens") or {}).get("norm"),
         mode=mode,
+        tap_memory=(lock.get("engine") or {}).get("tap_memory"),
     )
     _check_names(program)
     return program
@@ -341,6 +345,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         top=data.get("top"),
         ids=None if ids is None else tuple(int(i) for i in ids),
         step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
+        requests=None if data.get("requests") is None else int(data["requests"]),
     )
 
 

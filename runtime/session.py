@@ -128,7 +128,7 @@ class Session:
             if found is None:
                 raise LockError("lens", f"the model has no module {self.program.lens_norm}")
             lens = Lens(found, self._quietly(compute_logits))
-        self.harvest = Harvest(self.program, self.device, lens, self._probes())
+        self.harvest = Harvest(self.program, self.device, lens, self._probes(), self.boards.fit)
         self.at = [
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
@@ -136,7 +136,7 @@ class Session:
         self.recorded = frozenset(
             name for name, place in self.block.locations.items() if inside is not None and inside(place.module)
         )
-        # Launches that each location must have seen: of recorded ones one a forward, of the others one a step of theirs.
+        # Launches that each location must have seen: of a recorded one each forward, of another each step of its own.
         self._expected = np.zeros(len(self.at), np.int64)
         self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
         self.installed = install(self.block, model, self._act_of)
@@ -150,7 +150,8 @@ class Session:
         if place.name not in self.recorded:
             return self._act
         program = self.at[list(self.block.locations).index(place.name)].program
-        return ops.tap_pair if place.residual is not None and program.replaces else ops.tap
+        op: Act = ops.tap_pair if place.residual is not None and program.replaces else ops.tap
+        return op
 
     def _act(self, x: Tensor, residual: Tensor | None, number: int) -> None:
         """At a location that Python reaches: nothing where the step has nothing to do there."""

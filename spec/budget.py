@@ -94,11 +94,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of all reads for at most ``seqs`` requests alive and ``tokens`` a step (None: not known)."""
+    """The slots of all reads for at most ``seqs`` requests alive and ``tokens`` a step (None: not known).  ``chunked``:
+    vLLM may cut a prompt, so that it takes fewer tokens a step than a prompt has."""
 
     loads: Mapping[str, Load]
     seqs: int
     tokens: int | None
+    chunked: bool = True
 
     @property
     def rows(self) -> int:
@@ -122,10 +124,10 @@ class Slots:
         empty where none is small enough."""
         largest = max(self.loads.values(), key=lambda load: load.bytes(self.seqs, self.tokens))
         alone = largest.rows(self.seqs, None)
-        if self.tokens is None or alone <= self.tokens:
+        if self.tokens is None or alone <= self.tokens or not self.chunked:
             seqs = _largest(min(self.seqs, largest.requests), lambda n: self.total(n, self.tokens) <= memory)
-            if seqs:
-                return f"max_num_seqs: {seqs}"
+            if seqs or not self.chunked:
+                return f"max_num_seqs: {seqs}" if seqs else ""
         tokens = _largest(alone, lambda n: self.total(self.seqs, n) <= memory)
         return f"max_num_batched_tokens: {tokens}" if tokens else ""
 
@@ -172,7 +174,7 @@ def slots_of(
         for name, p in reads.items()
         if requests[name]
     }
-    return Slots(loads, *limits(vllm))
+    return Slots(loads, *limits(vllm), chunked=vllm.get("enable_chunked_prefill") is not False)
 
 
 def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic]) -> None:
@@ -190,7 +192,11 @@ def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic
         f"engine.tap_memory is {human(memory)}"
     )
     fit = slots.fitting(memory)
-    lower = f"`engine.vllm.{fit}` fits; so does" if fit else "it takes"
+    name, _, value = fit.partition(": ")
+    given = _count(spec.engine.vllm, "max_num_seqs") or 0
+    # vLLM refuses fewer tokens a step than requests.
+    beside = f" with `max_num_seqs: {value}`" if name == "max_num_batched_tokens" and given > int(value) else ""
+    lower = f"`engine.vllm.{fit}`{beside} fits; so does" if fit else "it takes"
     note = f"{lower} `tap_memory: {_enough(slots.bytes)}`; fewer rows or locations take less, `mode: eager` takes none"
     found.append(Diagnostic("VT321", message, doc.key(*spec.reads[largest].where), note=note))
 

@@ -36,10 +36,8 @@ def describe(plan: Plan) -> str:
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
         rows, size = read_size(plan, name, read)
-        what = "means" if read.read.kind == "mean" else "rows"
-        lines.append(
-            f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {rows} {what}, {human(size)}"
-        )
+        kept = _count(rows, "mean" if read.read.kind == "mean" else "row")
+        lines.append(f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {kept}, {human(size)}")
     for name, override in plan.overrides.items():
         lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")
         lines += _prefill_hint(plan, name)

@@ -62,5 +62,6 @@ def prove(worker: Any) -> dict[str, Any]:
         runner.proving = False
         session.boards.clear()
     session.rebase()
-    session.proof = {"passes": proved, "taps": int(inside.sum()), "seconds": round(time.monotonic() - started, 2)}
-    return session.proof
+    told = {"passes": proved, "taps": int(inside.sum()), "seconds": round(time.monotonic() - started, 2)}
+    session.proof = told
+    return told

@@ -65,6 +65,11 @@ SITES: dict[str, dict[str, Any]] = {
     "logits": {"module": "logits_processor", "output": None, "width": VOCAB, "rows": "sampled"},
 }  # fmt: skip
 
+ON_GPU: dict[str, Any] = (
+    # Prompts are longer than the largest captured graph.
+    {"gpu_memory_utilization": 0.3, "max_cudagraph_capture_size": 16} if torch.cuda.is_available() else {}
+)
+
 CALLS = {"rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens", "set": "set_"}
 
 
@@ -124,7 +129,16 @@ def write_case(
             "structure": STRUCTURE,
         },
         "model": {"path": str(model), "dtype": "float32", "revision": None, "tokenizer": None},
-        "engine": {"mode": mode, "vllm": {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, **(vllm or {})}},
+        "engine": {
+            "mode": mode,
+            "vllm": {
+                "max_model_len": 256,
+                "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 64 << 20,
+                **ON_GPU,
+                **(vllm or {}),
+            },
+        },
         "lens": {"norm": "model.norm"},
         "sites": {name: SITES[name] for name in used},
         "edits": edits,

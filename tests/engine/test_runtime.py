@@ -437,9 +437,17 @@ def test_the_proof_names_every_tap(case: tuple[dict[str, Any], Path], engine: En
     inside = [name for name in lock["sites"] if name != "logits"] if engine.program.mode == "taps" else []
     assert engine.proof.get("taps", 0) == len(inside)
     assert all(told["recorded"] == sorted(inside) for told in engine.workers)
-    if inside:
-        assert engine.proof["passes"] == {"NONE": [1, engine.report["max_num_batched_tokens"]]}
-        assert engine.report["compilation"] != "NONE"
+    if not inside:
+        return
+    assert engine.report["compilation"] != "NONE"
+    most = engine.report["max_num_batched_tokens"]
+    if torch.cuda.is_available():
+        passes = {mode: set(rows) for mode, rows in engine.proof["passes"].items()}
+        assert (
+            passes["NONE"] == {17, most} and passes["FULL"] == {1, 2, 4, 8} and passes["PIECEWISE"] == {1, 2, 4, 8, 16}
+        )
+    else:
+        assert engine.proof["passes"] == {"NONE": [1, most]}
 
 
 def test_unedited_neighbours_equal_plain_vllm(case: tuple[dict[str, Any], Path], engine: Engine) -> None:

@@ -15,7 +15,7 @@ from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.slots import STEPS_HELD, slot_bytes, slot_rows
 
 SPEC = """vtaps: 1
-model: {{path: {data}/configs/llama, tokenizer: {data}/tokenizer, dtype: bfloat16}}
+model: {{path: {data}/configs/smollm2, tokenizer: {data}/tokenizer}}
 engine: {engine}
 vectors: {{a: {{random: {{}}}}, b: {{random: {{seed: 1}}}}}}
 reads:
@@ -28,7 +28,7 @@ arms:
   one: {{prompts: [short], reads: [r], overrides: [think]}}
   two: {{prompts: [long], reads: [r], overrides: [think], sampling: {{max_tokens: {longest}, n: 2}}}}
   none: {{overrides: [think]}}
-sampling: {{max_tokens: 4}}
+sampling: {{max_tokens: 5}}
 """
 
 
@@ -41,7 +41,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no
     seed_cache(tmp_path / "cache", monkeypatch)
 
     def check(
-        tokens: str = "all", engine: str = "{}", kind: str = "", at: str = "resid_post[*]", longest: int = 6
+        tokens: str = "all", engine: str = "{}", kind: str = "", at: str = "resid_post[0..3]", longest: int = 6
     ) -> CheckResult:
         text = SPEC.format(data=DATA, tokens=tokens, engine=engine, kind=kind, at=at, longest=longest)
         (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
@@ -77,7 +77,7 @@ def test_rows_of_one_request_in_one_step(tokens: str, rows: int, checked) -> Non
 
 def test_a_read_that_no_arm_lists_has_no_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed_cache(tmp_path / "cache", monkeypatch)
-    text = SPEC.format(data=DATA, tokens="all", engine="{tap_memory: 1 kB}", kind="", at="resid_post[*]", longest=6)
+    text = SPEC.format(data=DATA, tokens="all", engine="{tap_memory: 1 kB}", kind="", at="resid_post[0..3]", longest=6)
     (tmp_path / "spec.yaml").write_text(text.replace("reads: [r], ", ""), encoding="utf-8")
     plan = check_file(tmp_path / "spec.yaml").plan
     assert plan is not None and plan.reads["r"].step_rows == 0
@@ -137,18 +137,18 @@ def test_limits(vllm: dict[str, Any], seqs: int, tokens: int | None) -> None:
 
 
 def test_requests_of_the_run_bound_what_is_alive(checked) -> None:  # type: ignore[no-untyped-def]
-    """One prompt once and two prompts twice, of at most 8 rows; four layers of 128 columns in bfloat16, two steps."""
-    need = 5 * 8 * 4 * 128 * 2 * 2
+    """One prompt once and two prompts twice, of at most 8 rows; four layers of 576 columns in bfloat16, two steps."""
+    need = 5 * 8 * 4 * 576 * 2 * 2
     assert checked(engine=f"{{tap_memory: {need}}}").ok
     (found,) = errors(checked(engine=f"{{tap_memory: {need - 1}}}"))
     assert (found.code, found.span.line) == ("VT321", 6)
-    assert "'r' can take 40 rows a step, 80.0 KiB; engine.tap_memory is 80.0 KiB" in found.message
+    assert "'r' can take 40 rows a step, 360.0 KiB; engine.tap_memory is 360.0 KiB" in found.message
     # One row less: 39 tokens a step, or 4 requests at once, which is what binds.
     assert "`engine.vllm.max_num_seqs: 4` fits" in found.note
 
 
 def test_what_is_said_to_fit_fits(checked) -> None:  # type: ignore[no-untyped-def]
-    for engine, memory in (("max_num_batched_tokens: 20", 20_000), ("max_num_seqs: 3", 20_000), ("", 9_000)):
+    for engine, memory in (("max_num_batched_tokens: 20", 100_000), ("max_num_seqs: 3", 100_000), ("", 40_000)):
         (found,) = errors(checked(engine=f"{{tap_memory: {memory}, vllm: {{{engine}}}}}"))
         fit, more = found.note.split("`")[1].removeprefix("engine.vllm."), found.note.split("`")[3]
         name, value = fit.split(": ")
@@ -156,6 +156,17 @@ def test_what_is_said_to_fit_fits(checked) -> None:  # type: ignore[no-untyped-d
         larger = checked(engine=f"{{tap_memory: {memory}, vllm: {{{name}: {int(value) + 1}}}}}")
         assert [d.code for d in errors(larger)] == ["VT321"]
         assert checked(engine=f"{{{more}, vllm: {{{engine}}}}}").ok
+
+
+def test_what_fits_is_what_vllm_takes(checked) -> None:  # type: ignore[no-untyped-def]
+    """vLLM refuses fewer tokens a step than requests, and without chunked prefill fewer than a prompt may have."""
+    (found,) = errors(checked(engine="{tap_memory: 40000, vllm: {max_num_batched_tokens: 20, max_num_seqs: 16}}"))
+    assert found.note.startswith("`engine.vllm.max_num_batched_tokens: 4` with `max_num_seqs: 4` fits; so does")
+    own = "max_num_batched_tokens: 20, enable_chunked_prefill: false"
+    (found,) = errors(checked(engine=f"{{tap_memory: 100000, vllm: {{{own}}}}}"))
+    assert found.note.startswith("`engine.vllm.max_num_seqs: 1` fits; so does")
+    (found,) = errors(checked(engine=f"{{tap_memory: 40000, vllm: {{{own}}}}}"))
+    assert found.note.startswith("it takes `tap_memory: 1 MiB`")
 
 
 def test_where_nothing_fits_it_says_what_is_needed(checked) -> None:  # type: ignore[no-untyped-def]
@@ -166,7 +177,7 @@ def test_where_nothing_fits_it_says_what_is_needed(checked) -> None:  # type: ig
 
 def test_means_and_norms_are_held_whole_in_float32(checked) -> None:  # type: ignore[no-untyped-def]
     for kind in (", norm: true", ", mean_over: request", ", project: {vectors: [a, b]}"):
-        need = 5 * 8 * 4 * 128 * 4 * 2
+        need = 5 * 8 * 4 * 576 * 4 * 2
         assert checked(kind=kind, engine=f"{{tap_memory: {need}}}").ok
         assert not checked(kind=kind, engine=f"{{tap_memory: {need - 1}}}").ok
 
