@@ -80,6 +80,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "tokens": p.read.tokens.to_json(),
                 "sees": p.read.sees or "after_edits",
                 "step_rows": p.step_rows,
+                "requests": p.requests,
                 "vectors": list(p.read.vectors),
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),

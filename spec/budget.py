@@ -158,21 +158,12 @@ def _count(vllm: Mapping[str, Any], name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def slots_of(
-    vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], arms: Mapping[str, ArmPlan],
-    prompts: Mapping[str, tuple[ReadyPrompt, ...]], dtype: str,
-) -> Slots:  # fmt: skip
+def slots_of(vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str) -> Slots:
     """The slots of the reads that some arm lists."""
-    requests = dict.fromkeys(reads, 0)
-    for arm in arms.values():
-        count = len(arm.points) * sum(len(prompts.get(g, ())) for g in arm.prompts) * arm.sampling.get("n", 1)
-        for name in arm.arm.reads:
-            if name in requests:
-                requests[name] += count
     loads = {
-        name: Load(requests[name], p.step_rows, slot_bytes(p.read.kind, (s.width or 0 for s in p.sites), dtype, 1))
+        name: Load(p.requests, p.step_rows, slot_bytes(p.read.kind, (s.width or 0 for s in p.sites), dtype, 1))
         for name, p in reads.items()
-        if requests[name]
+        if p.requests
     }
     return Slots(loads, *limits(vllm), chunked=vllm.get("enable_chunked_prefill") is not False)
 

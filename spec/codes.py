@@ -87,4 +87,5 @@ CODES: dict[str, Code] = {
     "VT605": Code("the run folder belongs to something else"),
     "VT606": Code("duplicate live request key"),
     "VT607": Code("the engine did not start"),
+    "VT608": Code("a tap does not fire"),
 }

@@ -28,12 +28,13 @@ class EditPlan:
 @dataclass(frozen=True)
 class ReadPlan:
     """``ids`` are the token ids of a lens that asks for chosen ones; ``step_rows`` is the most rows that one request
-    selects in one step (0 where no arm lists the read)."""
+    selects in one step, ``requests`` how many of the run take the read (0 where no arm lists it)."""
 
     read: Read
     sites: tuple[Site, ...]
     ids: tuple[int, ...] | None = None
     step_rows: int = 0
+    requests: int = 0
 
 
 @dataclass(frozen=True)

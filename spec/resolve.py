@@ -78,7 +78,11 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     if has_errors(found) or spec.broken:
         return None, found
     reads = {
-        name: replace(p, step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)))
+        name: replace(
+            p,
+            step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)),
+            requests=sum(one.n for one in readings(name, arms, prompts, overrides)),
+        )
         for name, p in reads.items()
     }
     facts = TreeFacts(
@@ -90,7 +94,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         final_norm=final_norm(tree),
     )
     if mode == "taps":
-        check_memory(spec, slots_of(spec.engine.vllm, reads, arms, prompts, facts.dtype), doc, found)
+        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found)
         if has_errors(found):
             return None, found
     plan = Plan(

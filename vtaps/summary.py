@@ -53,7 +53,7 @@ def _taps(plan: Plan) -> list[str]:
     if not count:
         return []
     line = f"  taps      {_count(count, 'location')}, one launch each; "
-    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.arms, plan.prompts, plan.tree.dtype)
+    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype)
     if not slots.loads:
         return [line + "no reads, so no slots"]
     assumed = f"{_count(slots.alive, 'request')} at once"
