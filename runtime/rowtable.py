@@ -294,8 +294,10 @@ class RowTable:
                     edits.setdefault(edit.edit, []).append(_Entry(live, chosen[which], rows, point))
             for read, which in compiled.reads:
                 positions = chosen[which]
-                if (taken := live.taken.get(read)) is not None:
-                    positions = positions[positions >= taken]
+                taken = live.taken.get(read, 0)
+                if len(positions) and positions[0] < taken:
+                    # Computed once more after a preemption; the next step's row may be new.
+                    positions, left = positions[positions >= taken], 1
                 if len(positions):
                     rows = positions - share.start + share.offset
                     reads.setdefault(read, []).append(_Entry(live, positions, rows))

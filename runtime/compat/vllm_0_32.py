@@ -26,11 +26,18 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _load_model() -> bool:
-    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_worker import Worker
 
+    if "load_model" not in vars(Worker):
+        return False
+    if not current_platform.is_cpu():
+        # Importing the CPU's worker there would put stand-ins for CUDA's events and memory into torch.
+        return True
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
     # CPUWorker must inherit it, or the CPU would load without the block.
-    return "load_model" in vars(Worker) and "load_model" not in vars(CPUWorker)
+    return "load_model" not in vars(CPUWorker)
 
 
 def _prepare_inputs() -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.runtime import toy
 from vtaps.runtime.program import LockError, Program, parse_program
-from vtaps.runtime.rowtable import RowTable, Scheduled, StepPlan, TableError
+from vtaps.runtime.rowtable import Fill, RowTable, Scheduled, StepPlan, TableError
+from vtaps.spec.rows import OPEN
 
 SITES = ("a", "b", "c")
 WIDE = {"rows": "all"}
@@ -68,6 +69,13 @@ def asked(key: str, arm: str, point: int = 0, child: int | None = None) -> dict[
     return {"key": key, "arm": arm, "point": point, **({} if child is None else {"child": child})}
 
 
+def uses(program: Program, fill: Fill) -> list[Any]:
+    """Sites, coefficient and vector of the edit at each row."""
+    assert fill.points is not None
+    by_number = {number: use for use, number in program.uses_of[fill.name].items()}
+    return [(u.sites, u.coefficient, u.vector) for u in (by_number[int(n)] for n in fill.points)]
+
+
 def plan(table: RowTable, *batch: Scheduled) -> StepPlan:
     made = table.plan(batch)
     assert made is not None
@@ -87,25 +95,22 @@ def test_a_mixed_step() -> None:
         share("r4", 2, 1, 8),
     )  # fmt: skip
     assert made.total == 9
-    push = {fill.sites: fill for fill in made.edits if fill.name == "push"}
-    # The points differ in their sites: `a` has one request, `b` two with their own coefficients and vectors.
-    assert set(push) == {("a",), ("b",)}
-    assert push["a",].rows.tolist() == [6] and push["a",].coefficient == 1.0 and push["a",].vector == 0
-    assert push["b",].rows.tolist() == [6, 7]
-    assert np.asarray(push["b",].coefficient).tolist() == [1.0, 3.0]
-    assert np.asarray(push["b",].vector).tolist() == [0, 1]
     # Row 6 holds token 3, which `even` does not select.
-    assert not [f for f in made.edits if f.name == "even"]
+    [push] = made.edits
+    assert (push.name, push.sites, push.rows.tolist()) == ("push", SITES, [6, 7])
+    # The points differ in sites, coefficient and vector: each row says whose it is.
+    assert uses(table.program, push) == [(("a", "b"), 1.0, "v"), (("b",), 3.0, "w")]
     reads = {fill.name: fill for fill in made.reads}
     assert reads["all"].rows.tolist() == [0, 1, 2, 6, 7, 8] and reads["all"].sites == SITES
     assert [(p.live.key[0], p.positions.tolist()) for p in reads["all"].parts] == [
         ("k0", [0, 1, 2]), ("k2", [3]), ("k3", [2]), ("k4", [2]),
     ]  # fmt: skip
-    assert reads["mean"].segments == ((0, 3),)
-    assert "some" not in reads and "out" not in reads
+    assert [(p.start, p.stop) for p in reads["all"].parts] == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    assert reads["mean"].rows.tolist() == [0, 1, 2]
+    assert "some" not in reads
     # A chunk that is not the last samples nothing.
-    assert made.metrics == ()
-    assert [(r.row, r.token, r.step) for r in made.replacements] == [(4, 7, 1)]
+    assert made.metrics == () and made.sampled_reads == ()
+    assert [(r.row, r.token, r.step) for r in made.replacements()] == [(4, 7, 1)]
 
 
 def test_sampled_locations_count_requests() -> None:
@@ -113,7 +118,8 @@ def test_sampled_locations_count_requests() -> None:
     table.admit("r0", None, 3)
     table.admit("r1", asked("k1", "read"), 2)
     made = plan(table, share("r0", 0, 3, 0), share("r1", 0, 2, 3))
-    out = next(f for f in made.reads if f.name == "out")
+    [out] = made.sampled_reads
+    assert (out.name, out.sites) == ("out", ("logits",))
     assert out.rows.tolist() == [1] and out.parts[0].positions.tolist() == [1]
     assert made.metrics[0].rows.tolist() == [1] and made.metrics[0].positions == (1,)
 
@@ -125,11 +131,12 @@ def test_an_idle_step_has_no_plan() -> None:
     assert table.plan([share("r0", 0, 3, 0), share("r1", 0, 3, 3)]) is None
 
 
-def test_neighbouring_rows_are_a_slice() -> None:
+def test_a_batch_that_is_not_in_order_is_refused() -> None:
     table = RowTable(program())
     table.admit("r0", asked("k0", "read"), 4)
-    fill = plan(table, share("r0", 0, 4, 2)).reads[0]
-    assert fill.span == slice(2, 6)
+    table.admit("r1", asked("k1", "read"), 4)
+    with pytest.raises(TableError, match="not sorted and unique"):
+        table.plan([share("r0", 0, 4, 4), share("r1", 0, 4, 0)])
 
 
 def test_keys_are_alive_once() -> None:
@@ -162,83 +169,239 @@ def test_rows_after_collection_are_nobodys() -> None:
     assert not table.done
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> tuple[list[tuple[str, int, int]], list[list[tuple[int, int, int]]]]:
-    """Requests (arm, prompt, generated) and steps of (request, start, count): chunks of any size, any subset of the
-    requests in a step, any order, and requests that are preempted and start again from position 0."""
-    count = draw(st.integers(1, 4))
-    arms = st.sampled_from(["read", "edit", "idle", "plain"])
-    requests = [(draw(arms), draw(st.integers(1, 9)), draw(st.integers(1, 6))) for _ in range(count)]
-    done = [0] * count  # rows computed
-    known = [p for _, p, _ in requests]  # tokens there are
-    steps: list[list[tuple[int, int, int]]] = []
-    preemptions = draw(st.integers(0, 3))
-    while any(known[i] < p + n for i, (_, p, n) in enumerate(requests)) and len(steps) < 400:
-        step = []
-        for i in draw(st.permutations(range(count))):
-            _, p, n = requests[i]
-            if known[i] >= p + n or draw(st.booleans()):
-                continue
-            if preemptions and done[i] and draw(st.integers(0, 5)) == 0:
-                preemptions -= 1
-                done[i] = 0
-                continue
-            take = draw(st.integers(1, known[i] - done[i]))
-            step.append((i, done[i], take))
-            done[i] += take
-            if done[i] == known[i]:
-                known[i] += 1
-        if step:
-            steps.append(step)
-    return requests, steps
+def decode(table: RowTable, starts: dict[str, int]) -> tuple[StepPlan | None, int, bool]:
+    """One token of each request: the plan, its shift, and whether the batch was told for it."""
+    told = []
+
+    def batch() -> list[Scheduled]:
+        told.append(True)
+        return [share(request, start, 1, n) for n, (request, start) in enumerate(starts.items())]
+
+    made, shift = table.step(list(starts), np.array(list(starts.values())), np.ones(len(starts), np.int64), batch)
+    return made, shift, bool(told)
 
 
-@settings(max_examples=150, deadline=None)
-@given(schedules())
-def test_every_selected_position_is_delivered(
-    case: tuple[list[tuple[str, int, int]], list[list[tuple[int, int, int]]]],
-) -> None:
-    requests, steps = case
+def test_steady_decoding_is_planned_once() -> None:
     table = RowTable(program())
-    known = [p for _, p, _ in requests]
-    seen: dict[tuple[str, str], set[int]] = {}
-    summed: dict[str, list[int]] = {}
-    for step in steps:
-        batch, offset = [], 0
-        truth: dict[int, tuple[str, int]] = {}
-        for i, start, count in step:
-            arm, p, _ = requests[i]
-            table.admit(f"r{i}", None if arm == "plain" else asked(f"k{i}", arm), p)
-            sampled = start + count == known[i]
-            batch.append(share(f"r{i}", start, count, offset, sampled))
-            truth.update({offset + j: (f"k{i}", start + j) for j in range(count)})
-            offset += count
-            known[i] += sampled
-        made = table.plan(batch)
-        for fill in (*made.edits, *made.reads) if made is not None else ():
-            if fill.name == "out":
-                continue
-            assert np.all(np.diff(fill.rows) > 0)
-            for part in fill.parts:
-                for row, position in zip(fill.rows[part.start : part.stop], part.positions, strict=True):
-                    assert truth[int(row)] == (part.live.key[0], int(position))
-                if fill.name == "mean":
-                    summed.setdefault(part.live.key[0], []).extend(part.positions.tolist())
-                    part.live.counted["mean"] = int(part.positions[-1]) + 1
-                seen.setdefault((part.live.key[0], fill.name), set()).update(part.positions.tolist())
-        for metric in made.metrics if made is not None else ():
-            for live, position in zip(metric.lives, metric.positions, strict=True):
-                seen.setdefault((live.key[0], "m"), set()).add(position)
-    for i, (arm, p, n) in enumerate(requests):
-        key, rows = f"k{i}", range(p + n - 1)
-        assert known[i] == p + n
-        expected: dict[str, set[int]] = {}
-        if arm == "read":
-            expected = {"all": set(rows), "some": set(rows[p:]), "mean": set(rows), "m": set(rows[p - 1 :])}
-            # A mean counts a position once, however often it is computed.
-            assert sorted(summed[key]) == list(rows)
-        elif arm == "edit":
-            expected = {"all": set(rows), "push": set(rows[p - 1 :]), "even": {r for r in rows if r % 5 in (0, 2, 4)}}
-        assert {name: found for (k, name), found in seen.items() if k == key} == {
-            name: found for name, found in expected.items() if found
-        }
+    table.admit("r0", asked("k0", "read"), 2)
+    table.admit("r1", asked("k1", "edit", 1), 4)
+    first, shift, told = decode(table, {"r0": 2, "r1": 4})
+    assert (shift, told) == (0, True)
+    for n in (1, 2, 3):
+        assert decode(table, {"r0": 2 + n, "r1": 4 + n}) == (first, n, False)
+    # Not the same request, not one position further, not one row each.
+    for starts in ({"r1": 8, "r0": 6}, {"r1": 9, "r0": 8}, {"r1": 10}):
+        assert decode(table, starts)[1:] == (0, True)
+    assert decode(table, {"r1": 11})[1:] == (1, False)
+    live = table.collect(("k1", 0))
+    assert live.ranges_fired(OPEN) == {"push": ((4, 12),)} and live.taken == {"all": 12}
+    assert [live.step_of(p) for p in (10, 11)] == [7, 8]
+    # Nobody's rows: the plan is made anew, and holds nothing.
+    assert decode(table, {"r1": 12}) == (None, 0, True)
+    assert decode(table, {"r1": 13}) == (None, 1, False)
+
+
+def test_a_plan_ends_where_a_selector_changes() -> None:
+    table = RowTable(program(reads={"steps": {"kind": "rows", "sites": ["a"], "tokens": {"rows": "all", "steps": [[2, 4]]}}},
+                             arms={"x": {"reads": ["steps"], "points": [{}]}}, edits={}, metrics={}))  # fmt: skip
+    table.admit("r", asked("k", "x"), 3)
+    plans = [decode(table, {"r": 2 + step}) for step in range(7)]
+    # Generated steps 0 and 1 | 2, 3 and 4 | 5 and on.
+    assert [told for *_, told in plans] == [True, False, True, False, False, True, False]
+    assert [made is None for made, *_ in plans] == [True] * 2 + [False] * 3 + [True] * 2
+
+
+def test_a_selector_of_tokens_is_asked_every_step() -> None:
+    table = RowTable(program())
+    table.admit("r", asked("k", "edit", 0), 2)
+    assert table.needs_tokens("r")
+    told = [decode(table, {"r": 2 + n}) for n in range(5)]
+    assert all(t for *_, t in told)
+    assert table.collect(("k", 0)).ranges_fired(OPEN)["even"] == ((2, 3), (4, 6))
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_sampled_row_computed_again_does_not_end_its_reads(chunk: int) -> None:
+    """A token that was under way at a preemption is not kept: its row is the last of the second prefill too."""
+    table = RowTable(program())
+    table.admit("r", asked("k", "read"), 2)
+    table.plan([share("r", 0, 2, 0)])
+    for position in (2, 3):
+        decode(table, {"r": position})
+    # Positions 0 … 3 again; 3 is sampled again.
+    table.plan([share("r", 0, 4 - chunk, 0, sampled=False)])
+    counts = np.array([chunk])
+    table.step(["r"], np.array([4 - chunk]), counts, lambda: [share("r", 4 - chunk, chunk, 0)])
+    for position in (4, 5):
+        made, *_ = decode(table, {"r": position})
+        assert made is not None and {f.name for f in made.reads} == {"all", "some", "mean"}
+    assert table.collect(("k", 0)).taken["all"] == 6
+
+
+# Schedules at random, against rows one by one.
+
+ARMS: dict[str, Any] = {
+    "plain": {"points": [{}]},
+    "idle": {"points": [{}]},
+    "read": {"reads": ["all", "generated", "steps", "out", "both"], "metrics": ["m sampling", "m steps"], "points": [{}]},
+    "tokens": {"reads": ["all", "even"], "metrics": ["m even"], "points": [{"edits": [use("even", "a", "logits")]}]},
+    "edit": {
+        "reads": ["all", "but"],
+        "metrics": ["m but"],
+        "points": [
+            {"edits": [use("push", "a", "b"), use("steps", "c"), use("top", "logits", coefficient=0.5)]},
+            {"edits": [use("push", "b", coefficient=3.0, vector="w")],
+             "overrides": [{"override": "say", "start": toy.SAY_AT}]},
+        ],
+    },
+    "say": {
+        "reads": ["after"],
+        "points": [{"edits": [use("after", "a")], "overrides": [{"override": "say", "start": toy.SAY_AT}]}],
+    },
+}  # fmt: skip
+EDITS = {
+    "push": ("generated", SITES), "steps": ("steps", ["c"]), "even": ("even", ["a", "logits"]),
+    "top": ("but", ["logits"]), "after": ("after", ["a"]),
+}  # fmt: skip
+READS = {
+    "all": ("all", SITES), "generated": ("generated", ["a"]), "steps": ("steps", ["b"]), "but": ("but", ["a"]),
+    "even": ("even", ["b"]), "after": ("after", ["c"]), "out": ("all", ["logits"]), "both": ("ends", ["a", "logits"]),
+}  # fmt: skip
+METRICS = ("sampling", "steps", "but", "even")
+AXES = (False, True)
+
+
+def random_program() -> Program:
+    return program(
+        edits={n: {"verb": "add", "sites": list(s), "tokens": toy.tokens(t)} for n, (t, s) in EDITS.items()},
+        reads={n: {"kind": "rows", "sites": list(s), "tokens": toy.tokens(t)} for n, (t, s) in READS.items()},
+        metrics={f"m {t}": {"kind": "rank", "ids": [1], "tokens": toy.tokens(t)} for t in METRICS},
+        overrides={"say": {"ids": list(toy.SAY)}},
+        arms={name: arm for name, arm in ARMS.items() if name != "plain"},
+    )
+
+
+def on_axis(sites: Any, sampled: bool) -> tuple[str, ...]:
+    return tuple(s for s in sites if (s == "logits") == sampled)
+
+
+class OneByOne:
+    """What the rows of each step are, with no plan and no memory but of what was taken."""
+
+    def __init__(self, asks: list[toy.Ask]) -> None:
+        self.asks = asks
+        self.taken: dict[int, dict[str, list[int]]] = {i: {} for i in range(len(asks))}
+        self.fired: dict[int, dict[str, set[int]]] = {i: {} for i in range(len(asks))}
+        self.computed: dict[int, dict[int, int]] = {i: {} for i in range(len(asks))}
+        self.collected: set[int] = set()
+        self.number = 0
+
+    def step(self, shares: tuple[toy.Share, ...]) -> dict[str, list[Any]]:
+        out: dict[str, list[Any]] = {"edits": [], "reads": [], "metrics": [], "replacements": []}
+        self.number += 1
+        row = 0
+        for number, share in enumerate(shares):
+            for position in range(share.start, share.start + share.count):
+                last = share.sampled and position == share.start + share.count - 1
+                if share.request not in self.collected:
+                    self.computed[share.request].setdefault(position, self.number)
+                    self._row(out, share.request, position, row, number if last else None)
+                row += 1
+        return {name: sorted(found) for name, found in out.items()}
+
+    def _row(self, out: dict[str, list[Any]], i: int, position: int, row: int, sampled: int | None) -> None:
+        ask = self.asks[i]
+        arm = ARMS[ask.arm]
+        point = arm["points"][ask.point]
+        rows = ((False, row), (True, sampled))
+        for chosen in point.get("edits", ()):
+            selector, sites = EDITS[chosen["edit"]]
+            if toy.holds(selector, ask, i, position):
+                what = (tuple(chosen["sites"]), chosen["coefficient"], chosen["vector"])
+                for axis, place in rows:
+                    if place is not None and on_axis(sites, axis):
+                        out["edits"].append((chosen["edit"], axis, place, f"k{i}", position, what))
+                        self.fired[i].setdefault(chosen["edit"], set()).add(position)
+        for read in arm.get("reads", ()):
+            selector, sites = READS[read]
+            if toy.holds(selector, ask, i, position) and position not in self.taken[i].setdefault(read, []):
+                for axis, place in rows:
+                    if place is not None and on_axis(sites, axis):
+                        out["reads"].append((read, axis, place, f"k{i}", position))
+                        if position not in self.taken[i][read]:
+                            self.taken[i][read].append(position)
+        if sampled is None:
+            return
+        for metric in arm.get("metrics", ()):
+            if toy.holds(metric.removeprefix("m "), ask, i, position):
+                out["metrics"].append((metric, sampled, f"k{i}", position))
+        step = position - ask.prompt + 1
+        if point.get("overrides") and toy.SAY_AT <= step < toy.SAY_AT + len(toy.SAY):
+            out["replacements"].append((sampled, toy.SAY[step - toy.SAY_AT], step, f"k{i}"))
+
+
+def told(made: StepPlan | None, shift: int, program: Program) -> dict[str, list[Any]]:
+    """A plan as the rows of its step."""
+    out: dict[str, list[Any]] = {"edits": [], "reads": [], "metrics": [], "replacements": []}
+    if made is None:
+        return out
+    for kind, table, axes in (
+        ("edits", EDITS, (made.edits, made.sampled_edits)), ("reads", READS, (made.reads, made.sampled_reads)),
+    ):  # fmt: skip
+        for sampled, fills in zip(AXES, axes, strict=True):
+            for fill in fills:
+                assert fill.sites == on_axis(table[fill.name][1], sampled)
+                assert np.all(np.diff(fill.rows) > 0)
+                assert [p.start for p in fill.parts] + [len(fill.rows)] == [0, *(p.stop for p in fill.parts)]
+                owners = [(p.live.key[0], int(at) + shift) for p in fill.parts for at in p.positions]
+                what = [(w,) for w in uses(program, fill)] if kind == "edits" else [()] * len(owners)
+                out[kind] += [
+                    (fill.name, sampled, int(row), key, position, *w)
+                    for row, (key, position), w in zip(fill.rows, owners, what, strict=True)
+                ]
+    for metric in made.metrics:
+        out["metrics"] += [
+            (metric.name, int(row), live.key[0], position + shift)
+            for row, live, position in zip(metric.rows, metric.lives, metric.positions, strict=True)
+        ]
+    out["replacements"] = [(r.row, r.token, r.step, r.live.key[0]) for r in made.replacements(shift)]
+    return {name: sorted(found) for name, found in out.items()}
+
+
+def as_ranges(positions: set[int], stop: int) -> tuple[tuple[int, int], ...]:
+    kept = {p for p in positions if p < stop}
+    starts = sorted(p for p in kept if p - 1 not in kept)
+    return tuple((a, next(b for b in range(a, stop + 1) if b not in kept)) for a in starts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(toy.schedules({name: len(arm["points"]) for name, arm in ARMS.items()}))
+def test_every_step_is_its_rows_one_by_one(case: toy.Schedule) -> None:
+    asks, events = case
+    table, naive = RowTable(random_program()), OneByOne(asks)
+    runner = toy.Runner(asks, table)
+    for event in events:
+        match event:
+            case toy.Step(shares):
+                with runner.step(shares) as (ids, starts, counts, batch):
+                    made, shift = table.step(ids, starts, counts, batch)
+                assert told(made, shift, table.program) == naive.step(shares)
+            case toy.Dummy():
+                table.close()
+            case toy.Finish(i):
+                table.finish(f"r{i}")
+            case toy.Collect(i) if asks[i].arm != "plain":
+                ask, live = asks[i], table.collect((f"k{i}", 0))
+                naive.collected.add(i)
+                for stop in (ask.stop, OPEN):
+                    expected = {name: as_ranges(found, min(stop, 99)) for name, found in naive.fired[i].items()}
+                    assert live.ranges_fired(stop) == expected
+                assert live.taken == {name: found[-1] + 1 for name, found in naive.taken[i].items() if found}
+                for name, found in naive.taken[i].items():
+                    wanted = [p for p in range(ask.stop) if toy.holds(READS[name][0], ask, i, p)]
+                    if name == "out":
+                        wanted = [p for p in wanted if p >= ask.prompt - 1]
+                    assert [p for p in found if p < ask.stop] == wanted
+                if ask.arm != "idle":
+                    assert all(live.step_of(p) >= number for p, number in naive.computed[i].items())
+    assert not table.done and not table.alive and not table.live

@@ -174,7 +174,9 @@ def schedules(
 
     while waiting or batch:
         left_out = None
-        what = draw(st.sampled_from(["go on"] * 4 + ["join"] * 3 + ["preempt", "preempt", "leave out", "shuffle", "rest"]))
+        what = draw(
+            st.sampled_from(["go on"] * 4 + ["join"] * 3 + ["preempt", "preempt", "leave out", "shuffle", "rest"])
+        )
         if waiting and (not batch or (what == "join" and len(batch) < seats)):
             batch.append(waiting.popleft())
         elif what == "preempt" and preemptions:
@@ -209,9 +211,7 @@ class Runner:
         self._starts = np.zeros(len(asks), np.int64)
 
     @contextmanager
-    def step(
-        self, shares: Sequence[Share]
-    ) -> Iterator[tuple[list[str], Any, Any, Callable[[], list[Scheduled]]]]:
+    def step(self, shares: Sequence[Share]) -> Iterator[tuple[list[str], Any, Any, Callable[[], list[Scheduled]]]]:
         """The arguments of ``RowTable.step`` and ``Session.step``, good for as long as the context lasts."""
         for share in shares:
             ask = self.asks[share.request]
