@@ -191,6 +191,7 @@ class Harvest:
         if len(self._metrics) >= GATHERED_METRICS:
             self._flush_metrics()
 
+    @torch.inference_mode()  # vLLM runs its models so, and the lens calls one
     def settle(self, step: int | None = None) -> None:
         """Send everything of the steps up to ``step`` (None: all), and wait until it is with its requests.  Raises
         what went wrong on the way."""

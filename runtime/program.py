@@ -149,6 +149,7 @@ class Program:
     mode: str = "eager"
     tap_memory: int | None = None
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
 
     def point(self, arm: str, point: int) -> Point:
         """Raises LockError where there is no such arm or point."""
@@ -164,6 +165,14 @@ class Program:
 
         Raises LockError.
         """
+        key = None if asked.get("matches") or asked.get("turns") else (arm, point, prompt)
+        if key is None:
+            return self._compile(arm, point, prompt, asked)
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(arm, point, prompt, asked)
+        return self.compiled[key]
+
+    def _compile(self, arm: str, point: int, prompt: int, asked: Mapping[str, Any]) -> Compiled:
         chosen = self.point(arm, point)
         entry = self.arms[arm]
         facts = Facts(

@@ -258,7 +258,7 @@ class Session:
                 self._expected[number] += 1
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=False)
-        if self._plan is not None:
+        if self._plan is not None and not self._plan.sampled_reads:
             self.harvest.computed(self.table.number)
 
     def measure(self, logits: Tensor) -> None:
@@ -269,8 +269,12 @@ class Session:
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=True)
         self._sampling = False
-        if self._plan is not None:
-            self.harvest.measure(self._plan.metrics, self._shift, logits)
+        if self._plan is None:
+            return
+        if self._plan.sampled_reads:
+            # What they read was written by the unembedding, after the forward.
+            self.harvest.computed(self.table.number)
+        self.harvest.measure(self._plan.metrics, self._shift, logits)
 
     def replace(self, sampled: Tensor) -> None:
         """Write the overrides of the step into ``sampled`` ``[requests]``, in place."""

@@ -40,7 +40,8 @@ SAID = (40, 41, 42)
 PROMPTS = {name: np.random.default_rng(n).integers(4, 260, size).tolist() for name, n, size in [
     ("short", 1, 3), ("middle", 2, 9), ("long", 3, 37), ("one", 4, 1),
 ]}  # fmt: skip
-TOLERANCE = 1e-5
+# On CUDA vLLM's attention multiplies float32 in TF32: 10 bits of a number, 1e-3 of values of the order of one.
+TOLERANCE = 2e-3 if torch.cuda.is_available() else 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +325,7 @@ def test_a_mixed_batch_equals_one_at_a_time(engine: Engine) -> None:
             assert read.positions.tolist() == other.positions.tolist()
             for field, value in read.values.items():
                 if field != "ids":
-                    np.testing.assert_allclose(value, other.values[field], atol=2e-5, err_msg=f"{r.key} {where}")
+                    np.testing.assert_allclose(value, other.values[field], atol=2 * TOLERANCE, err_msg=f"{r.key} {where}")
 
 
 def test_children_are_told_apart(engine: Engine, twin: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.runtime import toy
+from tests.runtime import schedules as sch
 from vtaps.runtime.program import LockError, Program, parse_program
 from vtaps.runtime.rowtable import Fill, RowTable, Scheduled, StepPlan, TableError
 from vtaps.spec.rows import OPEN
@@ -202,8 +202,9 @@ def test_steady_decoding_is_planned_once() -> None:
 
 
 def test_a_plan_ends_where_a_selector_changes() -> None:
-    table = RowTable(program(reads={"steps": {"kind": "rows", "sites": ["a"], "tokens": {"rows": "all", "steps": [[2, 4]]}}},
-                             arms={"x": {"reads": ["steps"], "points": [{}]}}, edits={}, metrics={}))  # fmt: skip
+    reads = {"steps": {"kind": "rows", "sites": ["a"], "tokens": {"rows": "all", "steps": [[2, 4]]}}}
+    arms = {"x": {"reads": ["steps"], "points": [{}]}}
+    table = RowTable(program(reads=reads, arms=arms, edits={}, metrics={}))
     table.admit("r", asked("k", "x"), 3)
     plans = [decode(table, {"r": 2 + step}) for step in range(7)]
     # Generated steps 0 and 1 | 2, 3 and 4 | 5 and on.
@@ -243,7 +244,9 @@ def test_a_sampled_row_computed_again_does_not_end_its_reads(chunk: int) -> None
 ARMS: dict[str, Any] = {
     "plain": {"points": [{}]},
     "idle": {"points": [{}]},
-    "read": {"reads": ["all", "generated", "steps", "out", "both"], "metrics": ["m sampling", "m steps"], "points": [{}]},
+    "read": {
+        "reads": ["all", "generated", "steps", "out", "both"], "metrics": ["m sampling", "m steps"], "points": [{}],
+    },
     "tokens": {"reads": ["all", "even"], "metrics": ["m even"], "points": [{"edits": [use("even", "a", "logits")]}]},
     "edit": {
         "reads": ["all", "but"],
@@ -251,12 +254,12 @@ ARMS: dict[str, Any] = {
         "points": [
             {"edits": [use("push", "a", "b"), use("steps", "c"), use("top", "logits", coefficient=0.5)]},
             {"edits": [use("push", "b", coefficient=3.0, vector="w")],
-             "overrides": [{"override": "say", "start": toy.SAY_AT}]},
+             "overrides": [{"override": "say", "start": sch.SAY_AT}]},
         ],
     },
     "say": {
         "reads": ["after"],
-        "points": [{"edits": [use("after", "a")], "overrides": [{"override": "say", "start": toy.SAY_AT}]}],
+        "points": [{"edits": [use("after", "a")], "overrides": [{"override": "say", "start": sch.SAY_AT}]}],
     },
 }  # fmt: skip
 EDITS = {
@@ -273,10 +276,10 @@ AXES = (False, True)
 
 def random_program() -> Program:
     return program(
-        edits={n: {"verb": "add", "sites": list(s), "tokens": toy.tokens(t)} for n, (t, s) in EDITS.items()},
-        reads={n: {"kind": "rows", "sites": list(s), "tokens": toy.tokens(t)} for n, (t, s) in READS.items()},
-        metrics={f"m {t}": {"kind": "rank", "ids": [1], "tokens": toy.tokens(t)} for t in METRICS},
-        overrides={"say": {"ids": list(toy.SAY)}},
+        edits={n: {"verb": "add", "sites": list(s), "tokens": sch.tokens(t)} for n, (t, s) in EDITS.items()},
+        reads={n: {"kind": "rows", "sites": list(s), "tokens": sch.tokens(t)} for n, (t, s) in READS.items()},
+        metrics={f"m {t}": {"kind": "rank", "ids": [1], "tokens": sch.tokens(t)} for t in METRICS},
+        overrides={"say": {"ids": list(sch.SAY)}},
         arms={name: arm for name, arm in ARMS.items() if name != "plain"},
     )
 
@@ -288,7 +291,7 @@ def on_axis(sites: Any, sampled: bool) -> tuple[str, ...]:
 class OneByOne:
     """What the rows of each step are, with no plan and no memory but of what was taken."""
 
-    def __init__(self, asks: list[toy.Ask]) -> None:
+    def __init__(self, asks: list[sch.Ask]) -> None:
         self.asks = asks
         self.taken: dict[int, dict[str, list[int]]] = {i: {} for i in range(len(asks))}
         self.fired: dict[int, dict[str, set[int]]] = {i: {} for i in range(len(asks))}
@@ -296,7 +299,7 @@ class OneByOne:
         self.collected: set[int] = set()
         self.number = 0
 
-    def step(self, shares: tuple[toy.Share, ...]) -> dict[str, list[Any]]:
+    def step(self, shares: tuple[sch.Share, ...]) -> dict[str, list[Any]]:
         out: dict[str, list[Any]] = {"edits": [], "reads": [], "metrics": [], "replacements": []}
         self.number += 1
         row = 0
@@ -316,7 +319,7 @@ class OneByOne:
         rows = ((False, row), (True, sampled))
         for chosen in point.get("edits", ()):
             selector, sites = EDITS[chosen["edit"]]
-            if toy.holds(selector, ask, i, position):
+            if sch.holds(selector, ask, i, position):
                 what = (tuple(chosen["sites"]), chosen["coefficient"], chosen["vector"])
                 for axis, place in rows:
                     if place is not None and on_axis(sites, axis):
@@ -324,7 +327,7 @@ class OneByOne:
                         self.fired[i].setdefault(chosen["edit"], set()).add(position)
         for read in arm.get("reads", ()):
             selector, sites = READS[read]
-            if toy.holds(selector, ask, i, position) and position not in self.taken[i].setdefault(read, []):
+            if sch.holds(selector, ask, i, position) and position not in self.taken[i].setdefault(read, []):
                 for axis, place in rows:
                     if place is not None and on_axis(sites, axis):
                         out["reads"].append((read, axis, place, f"k{i}", position))
@@ -333,11 +336,11 @@ class OneByOne:
         if sampled is None:
             return
         for metric in arm.get("metrics", ()):
-            if toy.holds(metric.removeprefix("m "), ask, i, position):
+            if sch.holds(metric.removeprefix("m "), ask, i, position):
                 out["metrics"].append((metric, sampled, f"k{i}", position))
         step = position - ask.prompt + 1
-        if point.get("overrides") and toy.SAY_AT <= step < toy.SAY_AT + len(toy.SAY):
-            out["replacements"].append((sampled, toy.SAY[step - toy.SAY_AT], step, f"k{i}"))
+        if point.get("overrides") and sch.SAY_AT <= step < sch.SAY_AT + len(sch.SAY):
+            out["replacements"].append((sampled, sch.SAY[step - sch.SAY_AT], step, f"k{i}"))
 
 
 def told(made: StepPlan | None, shift: int, program: Program) -> dict[str, list[Any]]:
@@ -375,22 +378,22 @@ def as_ranges(positions: set[int], stop: int) -> tuple[tuple[int, int], ...]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(toy.schedules({name: len(arm["points"]) for name, arm in ARMS.items()}))
-def test_every_step_is_its_rows_one_by_one(case: toy.Schedule) -> None:
+@given(sch.schedules({name: len(arm["points"]) for name, arm in ARMS.items()}))
+def test_every_step_is_its_rows_one_by_one(case: sch.Schedule) -> None:
     asks, events = case
     table, naive = RowTable(random_program()), OneByOne(asks)
-    runner = toy.Runner(asks, table)
+    runner = sch.Runner(asks, table)
     for event in events:
         match event:
-            case toy.Step(shares):
+            case sch.Step(shares):
                 with runner.step(shares) as (ids, starts, counts, batch):
                     made, shift = table.step(ids, starts, counts, batch)
                 assert told(made, shift, table.program) == naive.step(shares)
-            case toy.Dummy():
+            case sch.Dummy():
                 table.close()
-            case toy.Finish(i):
+            case sch.Finish(i):
                 table.finish(f"r{i}")
-            case toy.Collect(i) if asks[i].arm != "plain":
+            case sch.Collect(i) if asks[i].arm != "plain":
                 ask, live = asks[i], table.collect((f"k{i}", 0))
                 naive.collected.add(i)
                 for stop in (ask.stop, OPEN):
@@ -398,7 +401,7 @@ def test_every_step_is_its_rows_one_by_one(case: toy.Schedule) -> None:
                     assert live.ranges_fired(stop) == expected
                 assert live.taken == {name: found[-1] + 1 for name, found in naive.taken[i].items() if found}
                 for name, found in naive.taken[i].items():
-                    wanted = [p for p in range(ask.stop) if toy.holds(READS[name][0], ask, i, p)]
+                    wanted = [p for p in range(ask.stop) if sch.holds(READS[name][0], ask, i, p)]
                     if name == "out":
                         wanted = [p for p in wanted if p >= ask.prompt - 1]
                     assert [p for p in found if p < ask.stop] == wanted

@@ -1,240 +1,271 @@
-"""What the runtime's tests share: selectors with their meaning, schedules that vLLM can make, what drives them."""
+"""A small model that carries its stream as a pair, a block and a lock over all of it, and what they should put out."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
+import torch
+from torch import Tensor, nn
 
-from vtaps.runtime.rowtable import RowTable, Scheduled
+from tests.runtime import schedules as sch
+from tests.runtime.schedules import Ask, holds
+from vtaps.runtime.boards import Limits
+from vtaps.runtime.session import Manifest, Session
 
-Holds = Callable[[int, int, int], bool]
-"""Whether a row is selected, by its position, the length of its prompt and its token."""
+WIDTH, VOCAB, LAYERS = 8, 11, 3
+CUT = (2, 5)
 
-SAY, SAY_AT = (7, 8), 1
-"""The override ``say``: its tokens, and the first generated step that they replace."""
-
-
-def step_within(first: int, last: int) -> Holds:
-    return lambda position, prompt, token: first <= position - prompt + 1 <= last
-
-
-SELECTORS: dict[str, tuple[dict[str, Any], Holds]] = {
-    "all": ({"rows": "all"}, lambda position, prompt, token: True),
-    "prompt": ({"rows": "prompt"}, lambda position, prompt, token: position < prompt),
-    "generated": ({"rows": "generated"}, lambda position, prompt, token: position >= prompt),
-    "sampling": ({"rows": "sampling"}, lambda position, prompt, token: position >= prompt - 1),
-    "steps": (
-        {"rows": "all", "steps": [[1, 2], [4, 9]]},
-        lambda *row: step_within(1, 2)(*row) or step_within(4, 9)(*row),
-    ),
-    "ends": (
-        {"rows": "all", "positions": [[0, 0], [-1, -1]]},
-        lambda position, prompt, token: position in (0, prompt - 1),
-    ),
-    "even": ({"rows": "all", "ids": [0, 2, 4]}, lambda position, prompt, token: token % 2 == 0),
-    "but": (
-        {"rows": "sampling", "except": {"rows": "all", "steps": [[1, 6]], "except": {"rows": "all", "steps": [[3, 3]]}}},
-        lambda *row: step_within(0, 10**9)(*row) and (not step_within(1, 6)(*row) or step_within(3, 3)(*row)),
-    ),
-    "but even": (
-        {"rows": "all", "except": {"rows": "all", "ids": [0, 2, 4]}},
-        lambda position, prompt, token: token % 2 == 1,
-    ),
-    "after": (
-        {"rows": "all", "after": "say"},
-        lambda position, prompt, token: position >= prompt + SAY_AT + len(SAY),
-    ),
-}  # fmt: skip
+Array = np.ndarray[Any, Any]
 
 
-def tokens(selector: str) -> dict[str, Any]:
-    """As a lock spells it."""
-    return SELECTORS[selector][0]
+class Layer(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        stream = hidden if residual is None else hidden + residual
+        return 0.5 * stream.roll(1, -1), stream
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request of ``arm``; ``plain`` is one without a block."""
-
-    arm: str
-    point: int
-    prompt: int
-    generated: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last position whose row counts."""
-        return self.prompt + self.generated - 1
+class Norm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
 
 
-def token(request: int, position: int) -> int:
-    return (2 * request + 3 * position) % 5
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.from_numpy(UNEMBEDDING.astype(np.float32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
 
 
-def holds(selector: str, ask: Ask, request: int, position: int) -> bool:
-    return SELECTORS[selector][1](position, ask.prompt, token(request, position))
+class Model(nn.Module):
+    """Rows do not see one another, so a row's values depend on its input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.head = Norm(), Head()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        out: Tensor = self.norm(hidden + residual)
+        return out
+
+    def compute_logits(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.head(rows)
+        return logits
 
 
-@dataclass(frozen=True)
-class Share:
-    """``count`` rows of a request from position ``start`` on; ``sampled``: the token of the last one is kept."""
+UNEMBEDDING = np.random.default_rng(11).normal(size=(VOCAB, WIDTH)).astype(np.float32).astype(np.float64)
+# Small numbers of few bits: the stream is exact in float32, in whichever order it is summed.
+VECTORS = {
+    "v": np.array([1, -2, 3, 0, 5, -1, 2, 4.0]),
+    "w": np.array([-3, 1, 0.5, 2, -4, 6, 1, -0.5]),
+    "narrow": np.array([4, -1, 2.0]),
+    "u": np.arange(VOCAB) - 4.0,
+}
+SITES: dict[str, dict[str, Any]] = {
+    "in": {"module": "layers.0", "input": "hidden", "residual": "residual"},
+    "r0": {"module": "layers.0", "output": 0, "residual": 1},
+    "r1": {"module": "layers.1", "output": 0, "residual": 1},
+    "cut": {"module": "layers.1", "output": 0, "residual": 1, "columns": list(CUT), "width": CUT[1] - CUT[0]},
+    "in2": {"module": "layers.2", "input": "hidden", "residual": "residual"},
+    "r2": {"module": "layers.2", "output": 0, "residual": 1},
+    "final": {"module": "norm"},
+    "logits": {"module": "head", "width": VOCAB, "rows": "sampled"},
+}
+EDITS: dict[str, dict[str, Any]] = {
+    "push": {"verb": "add", "sites": ["in", "r0", "r1"], "tokens": "generated"},
+    "gain": {"verb": "scale", "sites": ["r1", "final"], "tokens": "steps"},
+    "clear": {"verb": "zero", "sites": ["r0", "in2"], "tokens": "ends", "columns": [[1, 3], [6, 8]]},
+    "put": {"verb": "set", "sites": ["cut"], "tokens": "but even"},
+    "bump": {"verb": "add", "sites": ["logits"], "tokens": "sampling"},
+}
+READS: dict[str, dict[str, Any]] = {
+    "dots": {"kind": "project", "sites": ["r1", "final"], "tokens": "but", "vectors": ["v", "w"]},
+    "rows": {"kind": "rows", "sites": [s for s in SITES if s != "logits"], "tokens": "all"},
+    "out": {"kind": "rows", "sites": ["logits"], "tokens": "all"},
+    "norm": {"kind": "norm", "sites": ["r2", "logits"], "tokens": "generated"},
+    "mean": {"kind": "mean", "sites": ["r0", "cut"], "tokens": "all"},
+    "late": {"kind": "mean", "sites": ["in2"], "tokens": "steps"},
+    "top": {"kind": "lens", "sites": ["r0", "r2"], "tokens": "sampling", "top": 3},
+    "chosen": {"kind": "lens", "sites": ["final"], "tokens": "even", "ids": [1, 4]},
+}
+METRICS: dict[str, dict[str, Any]] = {
+    "logprob": {"kind": "logprob", "ids": [3], "tokens": "sampling"},
+    "diff": {"kind": "logit_diff", "ids": [1, 4], "tokens": "steps"},
+    "rank": {"kind": "rank", "ids": [2], "tokens": "even"},
+}
+ORDER = ("dots", "push", "gain", "clear", "put", "bump", "rows", "out", "norm", "mean", "late", "top", "chosen")
+"""Of the statements at each location: one read comes before the edits."""
+CALLS = {"set": "set_", "rows": "keep"}
 
-    request: int
-    start: int
-    count: int
-    sampled: bool
+
+def edit(name: str, *sites: str, coefficient: float | None = None, vector: str | None = None) -> dict[str, Any]:
+    return {"edit": name, "sites": list(sites), "coefficient": coefficient, "vector": vector}
 
 
-@dataclass(frozen=True)
-class Step:
-    shares: tuple[Share, ...]
+SAY = [{"override": "say", "start": sch.SAY_AT}]
+ARMS: dict[str, dict[str, Any]] = {
+    "plain": {"points": [{}]},
+    "idle": {"points": [{}]},
+    "look": {"reads": list(READS), "metrics": list(METRICS), "points": [{}]},
+    "edit": {
+        "reads": list(READS),
+        "metrics": ["logprob"],
+        "points": [
+            {
+                "edits": [
+                    edit("push", "in", "r0", coefficient=2.0, vector="v"),
+                    edit("gain", "r1", "final", coefficient=0.5),
+                    edit("clear", "r0", "in2"),
+                    edit("put", "cut", coefficient=-1.0, vector="narrow"),
+                    edit("bump", "logits", coefficient=0.5, vector="u"),
+                ]
+            },
+            {
+                "edits": [edit("push", "r0", "r1", coefficient=-0.5, vector="w"), edit("gain", "r1", coefficient=-2.0)],
+                "overrides": SAY,
+            },
+        ],
+    },
+    "some": {"reads": ["rows", "late"], "points": [{"edits": [edit("clear", "in2")], "overrides": SAY}]},
+}
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The scheduler is done with a request."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class Collect:
-    request: int
-
-
-@dataclass(frozen=True)
-class Dummy:
-    """vLLM runs the model on nothing."""
-
-
-Event: TypeAlias = Step | Finish | Collect | Dummy
-Schedule: TypeAlias = tuple[list[Ask], list[Event]]
-
-LEAVING = ("finish, collect", "collect, finish", "collect, step, finish", "finish, collect last")
-
-
-@st.composite
-def schedules(
-    draw: st.DrawFn, arms: dict[str, int], *, budget: st.SearchStrategy[int] | None = None, seats: int = 4
-) -> Schedule:
-    """Requests of ``arms`` (name → sweep points), and what happens to them: they join when a seat is free, prefill in
-    chunks within ``budget`` rows a step, decode, are left out of a step, change places, are preempted (also with the
-    last token not kept, as under async scheduling), and are computed for up to two steps past their stop.
-    """
-    kinds = [(name, point) for name, points in arms.items() for point in range(points)]
-    most = 64 if budget is None else draw(budget)
-    asks = [
-        Ask(*draw(st.sampled_from(kinds)), prompt=draw(st.integers(1, 9)), generated=draw(st.integers(1, 24)))
-        for _ in range(draw(st.integers(1, 6)))
+def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
+    """The block and the lock; ``reads`` are entries of every read."""
+    lines = [
+        "from vtaps.runtime import block as vt",
+        'BLOCK = vt.Block(spec="", tree="", structure="s", vllm="", architecture="")',
     ]
-    ahead = [draw(st.integers(0, 2)) for _ in asks]
-    leaving = [draw(st.sampled_from(LEAVING)) for _ in asks]
-    waiting, batch = deque(range(len(asks))), list[int]()
-    done, known = [0] * len(asks), [ask.prompt for ask in asks]  # rows that were computed, tokens that there are
-    events: list[Event] = []
-    at_the_end: list[Event] = []
-    preemptions = 3
+    for number, (site, where) in enumerate(SITES.items()):
+        found = {k: v for k, v in where.items() if k in ("module", "output", "input", "residual")}
+        if "columns" in where:
+            found["columns"] = tuple(where["columns"])
+        pair = ", residual" if "residual" in where else ""
+        lines += [f"@BLOCK.location({site!r}, **{found!r})", f"def at_{number}(t, hidden{pair}):"]
+        for name in ORDER:
+            entry = EDITS.get(name) or READS[name]
+            if site in entry["sites"]:
+                call = CALLS.get(kind := entry.get("verb") or entry["kind"], kind)
+                some = f", columns={tuple(map(tuple, entry['columns']))!r}" if "columns" in entry else ""
+                lines.append(f'    vt.{call}(t, "{name}", hidden{pair}{some})')
+    block = folder / "toy.block.py"
+    block.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, vector in VECTORS.items():
+        np.save(folder / f"{name}.npy", vector)
 
-    def compute(left_out: int | None) -> None:
-        shares, left = [], most
-        for i in batch:
-            owed = min(known[i] - done[i], left)
-            if i == left_out or not owed:
-                continue
-            count = 1 if owed == 1 else draw(st.integers(1, owed))
-            sampled = done[i] + count == known[i]
-            shares.append(Share(i, done[i], count, sampled))
-            done[i] += count
-            known[i] += sampled
-            left -= count
-        if shares:
-            events.append(Step(tuple(shares)))
-        for i in [i for i in batch if known[i] >= asks[i].prompt + asks[i].generated + ahead[i]]:
-            leave(i)
+    def spelled(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        return {name: {**entry, "tokens": sch.tokens(entry["tokens"])} for name, entry in table.items()}
 
-    def leave(i: int) -> None:
-        first, *rest = leaving[i].split(", ")
-        if rest == ["step", "finish"]:
-            events.append(Collect(i))
-            ahead[i], leaving[i] = ahead[i] + 1, "finish"
-            return
-        # vLLM puts the last request of a batch into the seat that falls free.
-        batch[batch.index(i)] = batch[-1]
-        batch.pop()
-        events.append(Finish(i) if first == "finish" else Collect(i))
-        if rest:
-            target = at_the_end if rest == ["collect last"] else events
-            target.append(Finish(i) if rest == ["finish"] else Collect(i))
-
-    while waiting or batch:
-        left_out = None
-        what = draw(
-            st.sampled_from(["go on"] * 4 + ["join"] * 3 + ["preempt", "preempt", "leave out", "shuffle", "rest"])
-        )
-        if waiting and (not batch or (what == "join" and len(batch) < seats)):
-            batch.append(waiting.popleft())
-        elif what == "preempt" and preemptions:
-            running = [i for i in batch if done[i] and known[i] < asks[i].prompt + asks[i].generated]
-            if running:
-                preemptions -= 1
-                i = draw(st.sampled_from(running))
-                if known[i] > asks[i].prompt and done[i] == known[i] - 1 and draw(st.booleans()):
-                    known[i] -= 1  # the step that sampled it was still under way
-                done[i] = 0
-                batch.remove(i)
-                waiting.appendleft(i)
-        elif what == "leave out" and len(batch) > 1:
-            left_out = draw(st.sampled_from(batch))
-        elif what == "shuffle":
-            batch[:] = draw(st.permutations(batch))
-        elif what == "rest":
-            events.append(Dummy())
-        compute(left_out)
-        for _ in range(draw(st.integers(0, 7))):
-            compute(None)
-    return asks, events + at_the_end
+    lock = {
+        "lock": 1,
+        "engine": {"mode": mode},
+        "lens": {"norm": "norm"},
+        "block": {"digest": "sha256:" + hashlib.sha256(block.read_bytes()).hexdigest(), "structure": "s"},
+        "sites": {name: {"width": WIDTH, **site} for name, site in SITES.items()},
+        "edits": spelled(EDITS),
+        "reads": {name: {**entry, **reads} for name, entry in spelled(READS).items()},
+        "metrics": spelled(METRICS),
+        "overrides": {"say": {"ids": list(sch.SAY)}},
+        "vectors": {name: {"file": f"{name}.npy"} for name in VECTORS},
+        "arms": {name: arm for name, arm in ARMS.items() if name != "plain"},
+    }
+    (folder / "lock.json").write_text(json.dumps(lock), encoding="utf-8")
+    return Manifest(block, folder / "lock.json", folder)
 
 
-class Runner:
-    """Asks a table for its steps as the V1 runner does: it tells the batch in full only where it is asked to, and its
-    arrays change after the call."""
+def compiled(module: str) -> bool:
+    """All but the unembedding, which vLLM calls outside of what it compiles."""
+    return module != "head"
 
-    def __init__(self, asks: Sequence[Ask], table: RowTable) -> None:
-        self.asks, self.table = asks, table
-        self.told = 0
-        self._starts = np.zeros(len(asks), np.int64)
 
-    @contextmanager
-    def step(self, shares: Sequence[Share]) -> Iterator[tuple[list[str], Any, Any, Callable[[], list[Scheduled]]]]:
-        """The arguments of ``RowTable.step`` and ``Session.step``, good for as long as the context lasts."""
+def inputs(request: int, positions: Sequence[int], times: Sequence[int]) -> Array:
+    """Rows ``[n, WIDTH]`` of small integers; ``times`` says how often each was computed before."""
+    p, t = np.array(positions, np.int64)[:, None], np.array(times, np.int64)[:, None]
+    return (7 * request + 3 * p + 5 * t + (p + 2) * np.arange(WIDTH)) % 13 - 6.0
+
+
+def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[int]) -> dict[str, tuple[Array, Array]]:
+    """Site → its rows ``[n, width]`` before and after its edits, in float64."""
+    uses: list[dict[str, Any]] = ARMS[ask.arm]["points"][ask.point].get("edits", [])
+    out: dict[str, tuple[Array, Array]] = {}
+
+    def at(site: str, x: Array) -> Array:
+        before, x = x, x.copy()
+        for name in ORDER:
+            for use in (u for u in uses if u["edit"] == name and site in u["sites"]):
+                entry = EDITS[name]
+                rows = np.array([holds(entry["tokens"], ask, request, p) for p in positions], bool)
+                ranges = entry.get("columns", [[0, x.shape[1]]])
+                cells = np.ix_(np.flatnonzero(rows), np.concatenate([np.arange(a, b) for a, b in ranges]))
+                vector = 0.0 if use["vector"] is None else use["coefficient"] * VECTORS[use["vector"]]
+                match entry["verb"]:
+                    case "add":
+                        x[cells] += vector
+                    case "scale":
+                        x[cells] *= use["coefficient"]
+                    case _:
+                        x[cells] = vector
+        out[site] = before, x
+        return x
+
+    x = at("in", inputs(request, positions, times))
+    for layer in range(LAYERS):
+        if layer == 2:
+            x = at("in2", x)
+        x = at(f"r{layer}", 0.5 * np.roll(x, 1, -1) + x)
+        if layer == 1:
+            x = x.copy()
+            x[:, slice(*CUT)] = at("cut", x[:, slice(*CUT)])
+    at("logits", at("final", 2 * x) @ UNEMBEDDING.T)
+    return out
+
+
+class Worker:
+    """A session on a model of its own, driven through schedules as RunnerV1 drives it."""
+
+    def __init__(self, session: Session, asks: Sequence[Ask], limits: Limits, dtype: Any, device: str, inside: Any):
+        self.session, self.asks, self.dtype, self.device = session, asks, dtype, device
+        self.model = Model().to(device, dtype)
+        session.attach(self.model, self.model.compute_logits, limits, dtype, inside)
+        self.runner = sch.Runner(asks, session.table)
+        # Position → how often its row was computed before, now and when a token was last sampled from it.
+        self.times: list[dict[int, int]] = [{} for _ in asks]
+        self.sampled: list[dict[int, int]] = [{} for _ in asks]
+
+    def step(self, shares: Sequence[sch.Share], padding: int = 0) -> Tensor:
+        """One step, with rows of NaN behind its own; returns the tokens that it samples, all -1 but for overrides."""
+        rows = []
         for share in shares:
-            ask = self.asks[share.request]
-            asked = {"key": f"k{share.request}", "arm": ask.arm, "point": ask.point}
-            self.table.admit(f"r{share.request}", None if ask.arm == "plain" else asked, ask.prompt, ask.stop)
-        ids = [f"r{share.request}" for share in shares]
-        starts = self._starts[: len(shares)]
-        starts[:] = [share.start for share in shares]
-        offsets = np.cumsum([0, *(share.count for share in shares)])
-        over = False
+            times, positions = self.times[share.request], range(share.start, share.start + share.count)
+            for p in positions:
+                times[p] = times.get(p, -1) + 1
+            if share.sampled:
+                self.sampled[share.request][positions[-1]] = times[positions[-1]]
+            rows.append(inputs(share.request, positions, [times[p] for p in positions]))
+        x = torch.from_numpy(np.concatenate([*rows, np.full((padding, WIDTH), np.nan)])).to(self.dtype)
+        last = torch.from_numpy(np.cumsum([share.count for share in shares]) - 1)
+        with torch.inference_mode(), self.runner.step(shares) as step:
+            self.session.step(*step)
+            final = self.model(x.to(self.device))
+            logits = self.model.compute_logits(final[last.to(self.device)])
+            self.session.end()
+            self.session.measure(logits)
+            sampled = torch.full((len(shares),), -1, device=self.device)
+            self.session.replace(sampled)
+        return sampled
 
-        def batch() -> list[Scheduled]:
-            assert not over
-            self.told += 1
-            out = []
-            for share, request_id, offset in zip(shares, ids, offsets, strict=False):
-                held = np.full(share.count, -1, np.int64)
-                if self.table.needs_tokens(request_id):
-                    held[:] = [token(share.request, share.start + j) for j in range(share.count)]
-                out.append(Scheduled(request_id, share.start, held, int(offset), share.sampled))
-            return out
-
-        yield ids, starts, np.diff(offsets), batch
-        over = True
-        starts[:] = -99
-        ids[:] = []
+    def dummy(self) -> None:
+        with torch.inference_mode():
+            self.session.neutral()
+            self.session.passed()
+            self.model(torch.full((2, WIDTH), torch.nan, dtype=self.dtype, device=self.device))
