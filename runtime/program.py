@@ -273,7 +273,9 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
     """Raises LockError, naming the entry that is wrong."""
     if lock.get("lock") != 1:
         raise LockError("lock", f"version {lock.get('lock')!r} is not known; this is version 1")
-    mode = _one_of((lock.get("engine") or {}).get("mode", "eager"), MODES, "engine mode")
+    mode = (lock.get("engine") or {}).get("mode", "eager")
+    if mode not in MODES:
+        raise LockError("engine", f"mode {mode!r} is not one of {', '.join(MODES)}")
     sites = _each(lock, "sites", lambda name, data: _site(name, data, mode))
     overrides = _each(lock, "overrides", lambda n, d: OverrideEntry(tuple(int(i) for i in d["ids"])))
     vectors: dict[str, Mapping[str, Any]] = dict(lock.get("vectors") or {})

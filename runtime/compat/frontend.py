@@ -90,7 +90,11 @@ class Frontend:
 
     def __init__(self, args: Mapping[str, Any], *, in_process: bool) -> None:
         self.in_process = in_process
-        with environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1"):
+        wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+        if is_cpu() and "VLLM_USE_AOT_COMPILE" not in os.environ:
+            # On a CPU vLLM 0.32 saves a compiled model in a form that it cannot load: every start would compile anew.
+            wanted["VLLM_USE_AOT_COMPILE"] = "0"
+        with environment(**wanted):
             from vllm import LLM
 
             self.llm = LLM(**args)

@@ -26,6 +26,12 @@ class Pass:
     run: Callable[[], Any]
 
 
+def beyond(config: Any, captured: int, most: int) -> list[int]:
+    """Numbers of rows past the largest captured graph: the smallest that each compiled form of the model serves."""
+    ranges = [(r.start, r.end) for r in config.get_compile_ranges()] or [(1, most)]
+    return sorted({max(start, captured + 1) for start, end in ranges if min(end, most) > captured})
+
+
 def prove(worker: Any) -> dict[str, Any]:
     """Run every pass of a worker with the proof's table: each recorded location counts one launch, writes its
     sentinel where it edits, and keeps the sentinel where it reads.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.runtime.compat.proof import Pass
+from vtaps.runtime.compat.proof import Pass, beyond
 from vtaps.runtime.rowtable import Scheduled
 from vtaps.runtime.session import Session
 
@@ -138,12 +138,9 @@ class RunnerV1:
                         self._dummy_run, size, cudagraph_runtime_mode=mode, uniform_decode=uniform, skip_eplb=True
                     ),
                 )
-        for size in sorted({min(captured + 1, most), most}):
-            if size > captured:
-                run = functools.partial(
-                    self._dummy_run, size, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True
-                )
-                yield Pass("NONE", size, run)
+        for size in beyond(runner.compilation_config, captured, most):
+            run = functools.partial(self._dummy_run, size, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
+            yield Pass("NONE", size, run)
 
 
 def wrap_sample(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vtaps.runtime.compat.proof import Pass
+from vtaps.runtime.compat.proof import Pass, beyond
 from vtaps.runtime.rowtable import Scheduled
 from vtaps.runtime.session import Session
 
@@ -135,10 +135,9 @@ class RunnerV2:
             for described in reversed(manager._capture_descs.get(mode, []) if manager is not None else []):
                 captured = max(captured, described.num_tokens)
                 yield Pass(mode.name, described.num_tokens, functools.partial(self._pass, described))
-        for size in sorted({min(captured + 1, most), most}):
-            if size > captured:
-                described = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=size, num_reqs=None)
-                yield Pass("NONE", size, functools.partial(self._pass, described))
+        for size in beyond(runner.compilation_config, captured, most):
+            described = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=size, num_reqs=None)
+            yield Pass("NONE", size, functools.partial(self._pass, described))
 
     def _pass(self, described: Any) -> None:
         """One dummy forward in the shape and mode of ``described``, whatever vLLM would choose for its size."""

@@ -1,9 +1,13 @@
-"""Every verb and read on CUDA against the same steps on the CPU, with no engine around them."""
+"""Every verb and read on the device against the same steps on the CPU, with no engine around them.
+
+The steps follow one another without a wait, through rings that they fill many times.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,129 +16,159 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-
+from tests.runtime import schedules as sch  # noqa: E402
+from tests.runtime import toy  # noqa: E402
+from vtaps.runtime import ops  # noqa: E402
+from vtaps.runtime.boards import Limits  # noqa: E402
 from vtaps.runtime.records import Record  # noqa: E402
-from vtaps.runtime.rowtable import Scheduled  # noqa: E402
-from vtaps.runtime.session import Manifest, Session  # noqa: E402
-from vtaps.runtime.transport import unpack  # noqa: E402
+from vtaps.runtime.session import Session  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
-LAYERS, WIDTH, VOCAB, PROMPT, NEW = 6, 64, 50, 5, 5
-SITES = [f"r{i}" for i in range(LAYERS)]
-VERBS = {"add": "add", "scale": "scale", "set": "set_", "zero": "zero"}
-READS = {"rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens"}
-
-
-class Layer(nn.Module):
-    def forward(self, hidden: Any, residual: Any) -> Any:
-        return hidden * 0.5, (hidden if residual is None else residual) + 0.25 * hidden
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+CHUNK, SEATS, DECODED = 12, 4, 80
+ASKS = [
+    sch.Ask("look", 0, prompt=17, generated=DECODED),
+    sch.Ask("edit", 0, prompt=5, generated=DECODED // 2),
+    sch.Ask("edit", 1, prompt=9, generated=DECODED + 30),
+    sch.Ask("plain", 0, prompt=3, generated=DECODED),
+    sch.Ask("some", 0, prompt=1, generated=DECODED),
+    sch.Ask("look", 0, prompt=6, generated=20),
+]
+LIMITS = Limits(rows=CHUNK, requests=SEATS, step_rows=CHUNK)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm = nn.Identity()
-        self.head = nn.Parameter(torch.linspace(-1, 1, VOCAB * WIDTH).reshape(VOCAB, WIDTH))
-
-    def forward(self, hidden: Any) -> Any:
-        residual = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual)
-        return hidden
-
-    def compute_logits(self, rows: Any) -> Any:
-        return rows @ self.head.T
+@pytest.fixture(autouse=True)
+def nobody_is_served_after() -> Iterator[None]:
+    yield
+    ops.serve(None)
 
 
-def write(folder: Path) -> Manifest:
-    lines = [
-        "from vtaps.runtime import block as vt",
-        'BLOCK = vt.Block(spec="", tree="", structure="s", vllm="", architecture="")',
-    ]
-    for i, site in enumerate(SITES):
-        lines += [
-            f'@BLOCK.location("{site}", module="layers.{i}", output=0, residual=1)',
-            f"def at_{i}(t, hidden, residual):",
-            *(f'    vt.{call}(t, "{v}", hidden, residual, columns=((3, 9), (20, 64)))' for v, call in VERBS.items()),
-            *(f'    vt.{call}(t, "{kind}", hidden, residual)' for kind, call in READS.items()),
-        ]
-    block = folder / "b.py"
-    block.write_text("\n".join(lines) + "\n")
-    tokens = {"rows": "all"}
-    sites = {
-        s: {"module": f"layers.{i}", "output": 0, "residual": 1, "width": WIDTH, "layer": i}
-        for i, s in enumerate(SITES)
-    }
-    edits = {
-        verb: {"verb": verb, "sites": SITES, "tokens": {"rows": "all", "positions": [[i, i]]}}
-        for i, verb in enumerate(VERBS)
-    }
-    reads = {
-        kind: {
-            "kind": kind, "sites": SITES, "tokens": tokens, "vectors": ["v"] if kind == "project" else [],
-            "top": 5 if kind == "lens" else None,
-        }
-        for kind in READS
-    }  # fmt: skip
-    uses = [
-        {"edit": verb, "sites": SITES[:3], "coefficient": None if verb == "zero" else 1.5,
-         "vector": "v" if verb in ("add", "set") else None}
-        for verb in VERBS
-    ]  # fmt: skip
-    lock = {
-        "lock": 1,
-        "lens": {"norm": "norm"},
-        "block": {"digest": "sha256:" + hashlib.sha256(block.read_bytes()).hexdigest(), "structure": "s"},
-        "sites": sites,
-        "edits": edits,
-        "reads": reads,
-        "vectors": {"v": {"random": {"seed": 1}}},
-        "metrics": {"m": {"kind": "logprob", "ids": [3], "tokens": tokens}},
-        "arms": {"a": {"reads": list(READS), "metrics": ["m"], "points": [{"edits": uses}]}},
-    }
-    (folder / "lock.json").write_text(json.dumps(lock))
-    return Manifest(block, folder / "lock.json", folder)
+def schedule() -> list[sch.Event]:
+    """The requests take their seats in order, prefill in chunks beside those that decode, and leave a step after their
+    stop, when the engine has run ahead."""
+    waiting, batch = list(range(len(ASKS))), list[int]()
+    done, known = [0] * len(ASKS), [ask.prompt for ask in ASKS]
+    events: list[sch.Event] = []
+    while waiting or batch:
+        if waiting and len(batch) < SEATS:
+            batch.append(waiting.pop(0))
+        shares, left = [], CHUNK
+        for i in batch:
+            count = min(known[i] - done[i], left - (len(batch) - len(shares) - 1))
+            sampled = done[i] + count == known[i]
+            shares.append(sch.Share(i, done[i], count, sampled))
+            done[i], known[i], left = done[i] + count, known[i] + sampled, left - count
+        events.append(sch.Step(tuple(shares)))
+        for i in [i for i in batch if known[i] > ASKS[i].prompt + ASKS[i].generated]:
+            batch.remove(i)
+            events += [sch.Collect(i), sch.Finish(i)]
+    return events
 
 
-def serve(manifest: Manifest, device: str, dtype: Any) -> dict[tuple[str, int], Record]:
-    """Two requests beside each other: a prefill, then decoding."""
-    session, model = Session(manifest), Model().to(device, dtype)
-    session.attach(model, model.compute_logits)
-    generator = torch.Generator().manual_seed(0)
-    for key in "ab":
-        session.table.admit(key, {"key": key, "arm": "a", "point": 0}, PROMPT)
+def captured(worker: toy.Worker) -> Callable[[Any], Any]:
+    """The model's forward as one CUDA graph over as many rows as a step can have."""
+    x = torch.zeros((CHUNK, toy.WIDTH), dtype=worker.dtype, device=worker.device)
     with torch.inference_mode():
-        for start in (0, *range(PROMPT, PROMPT + NEW - 1)):
-            count = PROMPT if start == 0 else 1
-            session.begin([Scheduled(key, start, np.zeros(count, np.int64), i * count) for i, key in enumerate("ab")])
-            hidden = model(torch.randn(2 * count, WIDTH, generator=generator).to(device, dtype))
-            session.end(model.compute_logits(hidden[[count - 1, -1]]))
-    return unpack(session.collect([("a", 0, NEW), ("b", 0, NEW)]))
+        worker.session.neutral()
+        worker.model(x.clone())  # compiles
+        torch.cuda.synchronize()
+        graph, fixed = torch.cuda.CUDAGraph(), x.clone()
+        with torch.cuda.graph(graph):
+            # Edits at the first location write their input.
+            out = worker.model(fixed.clone())
+        worker.session.rebase()
+
+    def forward(rows: Any) -> Any:
+        fixed[: len(rows)] = rows
+        graph.replay()
+        return out[: len(rows)].clone()
+
+    return forward
+
+
+def serve(folder: Path, mode: str, device: str, dtype: Any, *, graph: bool = False) -> dict[int, Record]:
+    """The records of all requests: the eager engine steps as the V1 runner, the other as V2."""
+    session = Session(toy.write(folder, mode))
+    worker = toy.Worker(session, ASKS, LIMITS, dtype, device, toy.compiled if mode == "taps" else None)
+    forward = captured(worker) if graph else None
+    events = schedule()
+    # All inputs lie ready, so that no step waits for one.
+    inputs = iter([worker.rows(event.shares) for event in events if isinstance(event, sch.Step)])
+    records, sampled = {}, []
+    for event in events:
+        match event:
+            case sch.Step(shares):
+                sampled.append((shares, worker.step(shares, next(inputs), forward, late=mode == "taps")))
+            case sch.Finish(i):
+                session.table.finish(f"r{i}")
+            case sch.Collect(i) if ASKS[i].arm != "plain":
+                [(_, records[i])] = session.collect([(f"k{i}", 0, ASKS[i].generated)])
+    session.harvest.close()
+    for shares, tokens in sampled:
+        for share, token in zip(shares, tokens.tolist(), strict=True):
+            ask = ASKS[share.request]
+            step = share.start + share.count - ask.prompt - sch.SAY_AT
+            speaks = "overrides" in toy.ARMS[ask.arm]["points"][ask.point] and share.sampled
+            assert token == (sch.SAY[step] if speaks and 0 <= step < len(sch.SAY) else -1)
+    counted = session.boards.seen.cpu().numpy()[session.in_graph]
+    assert (counted == len(sampled) + graph).all()
+    return records
 
 
 def widened(value: Any) -> Any:
     return (value.astype(np.uint32) << 16).view(np.float32) if value.dtype == np.uint16 else value
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
-def test_cuda_equals_the_cpu(dtype: Any, tolerance: float, tmp_path: Path) -> None:
-    manifest = write(tmp_path)
-    here, there = serve(manifest, "cpu", dtype), serve(manifest, "cuda", dtype)
-    assert here.keys() == there.keys()
-    for key, expected in here.items():
-        got = there[key]
-        assert got.fired == expected.fired == {verb: ((i, i + 1),) for i, verb in enumerate(VERBS)}
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], dict[int, Record]]:
+    """The records by dtype, from hooks that Python calls."""
+    return functools.cache(lambda dtype: serve(tmp_path_factory.mktemp("cpu"), "eager", "cpu", dtype))
+
+
+@pytest.mark.parametrize(
+    ("device", "way"),
+    [
+        pytest.param("cpu", "operations", id="operations on the CPU"),
+        *(pytest.param("cuda", way, marks=GPU, id=f"{way} on CUDA") for way in ("hooks", "operations", "graph")),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_device_puts_out_what_the_cpu_does(
+    dtype: Any, tolerance: float, device: str, way: str, on_the_cpu: Callable[[Any], dict[int, Record]], tmp_path: Path
+) -> None:
+    here = on_the_cpu(dtype)
+    there = serve(tmp_path, "eager" if way == "hooks" else "taps", device, dtype, graph=way == "graph")
+    assert here.keys() == there.keys() == {i for i, ask in enumerate(ASKS) if ask.arm != "plain"}
+    for i, expected in here.items():
+        got = there[i]
+        assert got.fired == expected.fired and got.overridden == expected.overridden
         assert got.reads.keys() == expected.reads.keys()
         for where, read in expected.reads.items():
-            assert got.reads[where].positions.tolist() == list(range(PROMPT + NEW - 1))
-            assert got.reads[where].dtype == read.dtype
-            for field, value in read.values.items():
-                if field != "ids":
+            said = f"request {i}, {' at '.join(where)}"
+            assert got.reads[where].positions.tolist() == read.positions.tolist(), said
+            assert got.reads[where].dtype == read.dtype and got.reads[where].values.keys() == read.values.keys()
+            for name, value in read.values.items():
+                found = got.reads[where].values[name]
+                if name == "count":
+                    assert found == value
+                elif name == "rows" and where[1] != "logits":
+                    # No sum of many numbers is in them: the same to the bit.
+                    assert found.tobytes() == value.tobytes(), said
+                elif name != "ids":
                     np.testing.assert_allclose(
-                        widened(got.reads[where].values[field]), widened(value), atol=tolerance, rtol=tolerance / 10,
-                        err_msg=f"{key} {where} {field}",
-                    )  # fmt: skip
-        np.testing.assert_allclose(got.metrics["m"][1], expected.metrics["m"][1], atol=tolerance)
+                        widened(found), widened(value), rtol=tolerance, atol=tolerance * 10, err_msg=f"{said}: {name}"
+                    )
+        assert got.metrics.keys() == expected.metrics.keys()
+        for name, (positions, values) in expected.metrics.items():
+            assert got.metrics[name][0].tolist() == positions.tolist()
+            if name != "rank":
+                np.testing.assert_allclose(got.metrics[name][1], values, rtol=tolerance, atol=tolerance * 10)
+
+
+def test_the_steps_fill_their_rings_many_times_over() -> None:
+    steps = [event.shares for event in schedule() if isinstance(event, sch.Step)]
+    rows = sum(share.count for shares in steps for share in shares)
+    steady = sum(
+        [(s.request, s.start + 1, 1) for s in before] == [(s.request, s.start, s.count) for s in after]
+        for before, after in itertools.pairwise(steps)
+    )
+    assert rows > 10 * 2 * LIMITS.step_rows and steady > 60

@@ -68,6 +68,42 @@ def test_identities_are_dropped(tmp_path: Path) -> None:
     assert program.used_at["push"] == {"b": {"w"}}
 
 
+def test_uses_of_an_edit_are_numbered_over_all_points(tmp_path: Path) -> None:
+    """A row of a step says by number which use it is of: equal uses are one, whichever arm they stand in."""
+
+    def push(coefficient: float, vector: str, *sites: str) -> dict[str, Any]:
+        return {"edit": "push", "sites": list(sites), "coefficient": coefficient, "vector": vector}
+
+    points = [
+        {"edits": [push(1.0, "v", "a")]},
+        {"edits": [push(2.0, "v", "a"), push(1.0, "w", "b")]},
+        {"edits": [push(1.0, "v", "a"), {"edit": "none", "sites": ["a"]}]},
+        {"edits": [push(1.0, "v", "a", "b"), push(0.0, "v", "b")]},
+    ]
+    program = parse_program(changed(arms={"x": {"points": points[:2]}, "y": {"points": points[2:]}}), tmp_path)
+    found = {(u.coefficient, u.vector, u.sites): number for u, number in program.uses_of["push"].items()}
+    assert found == {(1, "v", ("a",)): 1, (2, "v", ("a",)): 2, (1, "w", ("b",)): 3, (1, "v", ("a", "b")): 4}
+    assert list(program.uses_of["none"].values()) == [1] and program.uses_of["gain"] == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "modes"),
+    [({}, ("eager", "eager")), ({"mode": "eager"}, ("eager",) * 2), ({"mode": "taps"}, ("recorded", "hook"))],
+)
+def test_how_a_location_is_served_unless_it_says(engine: dict[str, Any], modes: Any, tmp_path: Path) -> None:
+    program = parse_program(changed(engine=engine, sites__b__rows="sampled"), tmp_path)
+    assert (program.sites["a"].mode, program.sites["b"].mode) == modes
+    assert not program.sites["a"].sampled and program.sites["b"].sampled
+    assert parse_program(changed(engine=engine, sites__a__mode="hook"), tmp_path).sites["a"].mode == "hook"
+
+
+def test_what_a_step_asks_of_a_read_s_slots(tmp_path: Path) -> None:
+    look = parse_program(changed(reads__look__step_rows=3, reads__look__requests=7), tmp_path).reads["look"]
+    assert (look.step_rows, look.requests) == (3, 7)
+    look = parse_program(LOCK, tmp_path).reads["look"]
+    assert look.step_rows is None and look.requests is None
+
+
 def test_a_request_compiled(tmp_path: Path) -> None:
     compiled = parse_program(LOCK, tmp_path).compile("x", 0, 5, {})
     assert compiled.overrides == ((2, (7, 8)),)
@@ -92,6 +128,8 @@ def test_a_request_compiled(tmp_path: Path) -> None:
         ({"arms__x__points__1__edits__0__vector": None}, r"arms.x: push \(add\) has no vector"),
         ({"arms__x__points__1__edits__0__sites": ["c"]}, "arms.x: edits.push has no c"),
         ({"sites__a": {"module": "m"}}, "sites.a: no 'width'"),
+        ({"sites__a__mode": "graph"}, "sites.a: mode 'graph' is not one of recorded, hook, eager"),
+        ({"engine": {"mode": "fast"}}, "engine: mode 'fast' is not one of taps, eager"),
     ],
 )
 def test_what_is_wrong_is_named(at: dict[str, Any], message: str, tmp_path: Path) -> None:

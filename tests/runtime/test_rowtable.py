@@ -169,15 +169,18 @@ def test_rows_after_collection_are_nobodys() -> None:
     assert not table.done
 
 
-def decode(table: RowTable, starts: dict[str, int]) -> tuple[StepPlan | None, int, bool]:
-    """One token of each request: the plan, its shift, and whether the batch was told for it."""
+def decode(table: RowTable, starts: dict[str, int], count: int = 1) -> tuple[StepPlan | None, int, bool]:
+    """``count`` tokens of each request: the plan, its shift, and whether the batch was told for it."""
     told = []
 
     def batch() -> list[Scheduled]:
         told.append(True)
-        return [share(request, start, 1, n) for n, (request, start) in enumerate(starts.items())]
+        return [share(request, start, count, n * count) for n, (request, start) in enumerate(starts.items())]
 
-    made, shift = table.step(list(starts), np.array(list(starts.values())), np.ones(len(starts), np.int64), batch)
+    ids, firsts, counts = list(starts), np.array(list(starts.values())), np.full(len(starts), count)
+    made, shift = table.step(ids, firsts, counts, batch)
+    # The runner's own, which it goes on to use.
+    ids[:], firsts[:], counts[:] = [], -1, -1
     return made, shift, bool(told)
 
 
@@ -185,20 +188,23 @@ def test_steady_decoding_is_planned_once() -> None:
     table = RowTable(program())
     table.admit("r0", asked("k0", "read"), 2)
     table.admit("r1", asked("k1", "edit", 1), 4)
+    table.admit("r2", None, 2)
     first, shift, told = decode(table, {"r0": 2, "r1": 4})
     assert (shift, told) == (0, True)
     for n in (1, 2, 3):
         assert decode(table, {"r0": 2 + n, "r1": 4 + n}) == (first, n, False)
-    # Not the same request, not one position further, not one row each.
-    for starts in ({"r1": 8, "r0": 6}, {"r1": 9, "r0": 8}, {"r1": 10}):
-        assert decode(table, starts)[1:] == (0, True)
-    assert decode(table, {"r1": 11})[1:] == (1, False)
+    # Not the same request, not one position further, not one row each, not the same requests.
+    assert decode(table, {"r2": 6, "r1": 8})[1:] == (0, True)
+    assert decode(table, {"r2": 7, "r1": 10})[1:] == (0, True)
+    assert decode(table, {"r2": 8, "r1": 11}, count=2)[1:] == (0, True)
+    assert decode(table, {"r1": 13})[1:] == (0, True)
+    assert decode(table, {"r1": 14})[1:] == (1, False)
     live = table.collect(("k1", 0))
-    assert live.ranges_fired(OPEN) == {"push": ((4, 12),)} and live.taken == {"all": 12}
-    assert [live.step_of(p) for p in (10, 11)] == [7, 8]
+    assert live.ranges_fired(OPEN) == {"push": ((4, 9), (10, 15))} and live.taken == {"all": 15}
+    assert [live.step_of(p) for p in (13, 14)] == [8, 9]
     # Nobody's rows: the plan is made anew, and holds nothing.
-    assert decode(table, {"r1": 12}) == (None, 0, True)
-    assert decode(table, {"r1": 13}) == (None, 1, False)
+    assert decode(table, {"r1": 15}) == (None, 0, True)
+    assert decode(table, {"r1": 16}) == (None, 1, False)
 
 
 def test_a_plan_ends_where_a_selector_changes() -> None:

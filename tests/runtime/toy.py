@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +231,18 @@ def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[in
 
 
 class Worker:
-    """A session on a model of its own, driven through schedules as RunnerV1 drives it."""
+    """A session on a model of its own, driven through schedules as vLLM's runners drive it: ``late`` where the logits
+    come after the step's end, as in V2."""
 
-    def __init__(self, session: Session, asks: Sequence[Ask], limits: Limits, dtype: Any, device: str, inside: Any):
+    def __init__(
+        self,
+        session: Session,
+        asks: Sequence[Ask],
+        limits: Limits,
+        dtype: Any = torch.float32,
+        device: str = "cpu",
+        inside: Callable[[str], bool] | None = None,
+    ) -> None:
         self.session, self.asks, self.dtype, self.device = session, asks, dtype, device
         self.model = Model().to(device, dtype)
         session.attach(self.model, self.model.compute_logits, limits, dtype, inside)
@@ -242,26 +251,40 @@ class Worker:
         self.times: list[dict[int, int]] = [{} for _ in asks]
         self.sampled: list[dict[int, int]] = [{} for _ in asks]
 
-    def step(self, shares: Sequence[sch.Share], padding: int = 0) -> Tensor:
-        """One step, with rows of NaN behind its own; returns the tokens that it samples, all -1 but for overrides."""
-        rows = []
+    def rows(self, shares: Sequence[sch.Share], padding: int = 0) -> Tensor:
+        """The model's input for a step, with rows of NaN behind its own."""
+        rows = [np.full((padding, WIDTH), np.nan)]
         for share in shares:
             times, positions = self.times[share.request], range(share.start, share.start + share.count)
             for p in positions:
                 times[p] = times.get(p, -1) + 1
             if share.sampled:
                 self.sampled[share.request][positions[-1]] = times[positions[-1]]
-            rows.append(inputs(share.request, positions, [times[p] for p in positions]))
-        x = torch.from_numpy(np.concatenate([*rows, np.full((padding, WIDTH), np.nan)])).to(self.dtype)
-        last = torch.from_numpy(np.cumsum([share.count for share in shares]) - 1)
+            rows.insert(-1, inputs(share.request, positions, [times[p] for p in positions]))
+        return torch.from_numpy(np.concatenate(rows)).to(self.device, self.dtype)
+
+    def step(
+        self,
+        shares: Sequence[sch.Share],
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor] | None = None,
+        *,
+        late: bool = False,
+    ) -> Tensor:
+        """One step on input ``x``; returns the tokens that it samples, all -1 but for overrides."""
+        session = self.session
+        last = torch.tensor(np.cumsum([share.count for share in shares]) - 1).to(self.device, non_blocking=True)
         with torch.inference_mode(), self.runner.step(shares) as step:
-            self.session.step(*step)
-            final = self.model(x.to(self.device))
-            logits = self.model.compute_logits(final[last.to(self.device)])
-            self.session.end()
-            self.session.measure(logits)
+            session.step(*step)
+            final = (forward or self.model)(x)
+            if late:
+                session.end()
+            logits = self.model.compute_logits(final[last])
+            if not late:
+                session.end()
+            session.measure(logits)
             sampled = torch.full((len(shares),), -1, device=self.device)
-            self.session.replace(sampled)
+            session.replace(sampled)
         return sampled
 
     def dummy(self) -> None:
