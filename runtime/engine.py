@@ -151,6 +151,7 @@ class Engine:
             "locations": len(self.program.sites),
             "tap_bytes": max(told["tap_bytes"] for told in self.workers),
             "proof": self.proof,
+            "compiled": self.compiled(),
             "start_seconds": round(time.monotonic() - started, 2),
         }
         tell("engine ready")
@@ -173,6 +174,12 @@ class Engine:
         if not workers:
             raise EngineError("VT601", "no worker answered")
         return workers
+
+    def compiled(self) -> dict[str, int]:
+        """Of the first worker's process: models ``compiled``, ``loaded`` from vLLM's compile cache, and CUDA graphs
+        ``captured`` so far."""
+        counted: dict[str, int] = self._call("vtaps_handshake")[0]["compiled"]
+        return counted
 
     def _prove(self, tell: Progress) -> dict[str, Any]:
         tell("proving that every tap fires")

@@ -328,6 +328,5 @@ class Session:
             "recorded": sorted(self.recorded),
             "tap_bytes": self.boards.bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
-            "proof": self.proof,
             "pid": os.getpid(),
         }

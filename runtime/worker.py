@@ -11,11 +11,16 @@ class WorkerExtension:
     """Named by ``worker_extension_cls``; every method is called by name through ``collective_rpc``."""
 
     def vtaps_handshake(self) -> dict[str, Any]:
-        """What this worker serves: block digest, structure, locations installed, vLLM's version, pid, rank; without
-        a block, only the last three."""
+        """What this worker serves: block digest, structure, locations installed, pid; and what there is without a
+        block: rank, vLLM's version, what was compiled."""
+        from vtaps.runtime.compat.vllm_0_32 import compiled
         from vtaps.spec.vllm_version import installed
 
-        told: dict[str, Any] = {"rank": getattr(self, "rank", 0), "vllm": (installed() or ("", ""))[1]}
+        told: dict[str, Any] = {
+            "rank": getattr(self, "rank", 0),
+            "vllm": (installed() or ("", ""))[1],
+            "compiled": compiled(),
+        }
         session = getattr(self, "vtaps_session", None)
         return {**told, **session.handshake()} if session is not None else told
 

@@ -202,6 +202,17 @@ def _wrap_child_info(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_child_info
 
 
+def compiled() -> dict[str, int]:
+    """What this process has compiled, loaded from vLLM's compile cache, and captured so far."""
+    from vllm.compilation.counter import compilation_counter as counter
+
+    return {
+        "compiled": counter.num_aot_compiles + counter.num_backend_compilations,
+        "loaded": counter.num_aot_artifacts_loaded,
+        "captured": counter.num_cudagraph_captured,
+    }
+
+
 class Faults:
     """Leaves the message of a fault beside the manifest: an engine in another process reports only that it died."""
 
