@@ -29,48 +29,13 @@ from vtaps.runtime.kernels import (
     Statement,
     sentinel,
 )  # fmt: skip
+from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
+from vtaps.runtime.rings import Ring
 from vtaps.runtime.rowtable import Fill, StepPlan, TableError
-from vtaps.spec.slots import STEPS_HELD, slot_rows
+from vtaps.spec.slots import slot_count
 
-EAGER_SLOTS = 1024
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a step can hold at most: rows (tokens, padding included) and requests; ``step_rows`` is what vLLM
-    schedules without padding."""
-
-    rows: int
-    requests: int
-    step_rows: int
-
-
-@dataclass
-class Ring:
-    """The slots of one read on one axis, ``key`` in all.
-
-    ``groups``: sites whose rows are equally wide, and their memory ``[slots, sites, width]``; ``head`` is the next free
-    slot.
-    """
-
-    key: str
-    read: str
-    kind: str
-    slots: int
-    groups: list[tuple[tuple[str, ...], Tensor]]
-    head: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(memory.numel() * memory.element_size() for _, memory in self.groups)
-
-    def take(self, count: int) -> int:
-        """The first of ``count`` neighbouring slots, which are at most :attr:`slots`."""
-        start = 0 if self.head + count > self.slots else self.head
-        self.head = start + count
-        return start
 
 
 @dataclass
@@ -147,16 +112,12 @@ class Boards:
                 raise LockError(f"sites.{name}", "the block has a location that the lock does not know")
         self._check_statements()
         self.seen = torch.zeros(max(len(self.order), 1), dtype=torch.int32, device=device)
-        self.tokens = self._axis(False, limits.rows, limits.step_rows, limits.requests)
-        self.requests = self._axis(True, limits.requests, limits.requests, limits.requests)
-        slots, allowed = sum(ring.bytes for ring in self.rings), program.tap_memory
-        if program.mode == "taps" and allowed is not None and slots > allowed:
-            raise LockError(
-                "engine.tap_memory",
-                f"the slots of {len(self.rings)} reads take {slots} bytes for {limits.requests} requests and "
-                f"{limits.step_rows} tokens a step, and {allowed} are allowed; lower max_num_seqs or "
-                "max_num_batched_tokens",
-            )
+        try:
+            self._slots = slots(program, limits, torch.empty(0, dtype=dtype).element_size())
+        except TapMemoryError as error:
+            raise LockError("engine.tap_memory", str(error)) from error
+        self.tokens = self._axis(False, limits.rows)
+        self.requests = self._axis(True, limits.requests)
 
     def _check_statements(self) -> None:
         """Every use of a site that the lock speaks of is a statement of the block."""
@@ -183,7 +144,7 @@ class Boards:
         tables = [t for axis in self.axes for t in (axis.board.rows, axis.board.descriptors)]
         return sum(t.numel() * t.element_size() for t in (*tensors.values(), *tables, self.seen))
 
-    def _axis(self, sampled: bool, rows: int, step_rows: int, requests: int) -> Axis:
+    def _axis(self, sampled: bool, rows: int) -> Axis:
         program = self.program
         names = [n for n in self.order if program.sites[n].sampled == sampled]
         mine = {name: self.notes[name] for name in names}
@@ -199,10 +160,10 @@ class Boards:
         count = sum(len(notes) for notes in mine.values())
         board = Board(table, torch.zeros((max(count, 1), 8), dtype=torch.int64, device=self.device), self.seen)
         rings = {
-            name: self._ring(name, [s for s in mine if any(n.name == name and n.kind for n in mine[s])],
-                             step_rows, requests, sampled=sampled)
-            for kind, name in columns if kind == "read"
-        }  # fmt: skip
+            name: self._ring(name, [s for s in mine if any(n.name == name and n.kind for n in mine[s])], sampled)
+            for kind, name in columns
+            if kind == "read"
+        }
         axis = Axis(board, host, columns, rings)
         row = 0
         for name, notes in mine.items():
@@ -248,23 +209,18 @@ class Boards:
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _ring(self, name: str, sites: Sequence[str], step_rows: int, requests: int, *, sampled: bool) -> Ring:
-        read = self.program.reads[name]
-        alive = requests if read.requests is None else min(requests, read.requests)
-        rows = step_rows if read.step_rows is None else slot_rows(read.step_rows, alive, step_rows)
+    def _ring(self, name: str, sites: Sequence[str], sampled: bool) -> Ring:
+        kind, key = self.program.reads[name].kind, ring_key(name, sampled)
         by_width: dict[int, list[str]] = {}
         for site in sites:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
-        kept = self.dtype if read.kind in ("rows", "lens") else torch.float32
-        slots = STEPS_HELD * max(1, rows)
-        if self.program.mode == "eager":
-            # No graph holds these: they grow to what a step needs.
-            slots = min(slots, EAGER_SLOTS)
+        kept = self.dtype if kind in ("rows", "lens") else torch.float32
+        count = self._slots[key]
         groups = [
-            (tuple(some), torch.zeros((slots, len(some), width), dtype=kept, device=self.device))
+            (tuple(some), torch.zeros((count, len(some), width), dtype=kept, device=self.device))
             for width, some in by_width.items()
         ]
-        return Ring(f"{name}/{'requests' if sampled else 'tokens'}", name, read.kind, slots, groups)
+        return Ring(key, name, kind, count, groups)
 
     def fit(self, ring: Ring, count: int) -> bool:
         """Whether ``ring`` can take ``count`` rows in one step; it may have become another memory for that, whose
@@ -276,7 +232,7 @@ class Boards:
                 f"read {ring.read}: a step selects {count} rows and there are {ring.slots} slots; lower "
                 "max_num_batched_tokens or run the requests that the lock was made for"
             )
-        ring.slots, ring.head = STEPS_HELD * count, 0
+        ring.slots, ring.head = slot_count(count, ring.bytes // ring.slots), 0
         ring.groups = [
             (sites, torch.zeros((ring.slots, *memory.shape[1:]), dtype=memory.dtype, device=self.device))
             for sites, memory in ring.groups

@@ -11,13 +11,18 @@ from types import TracebackType
 from typing import Any
 
 from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
-from vtaps.runtime.program import LockError, parse_program
+from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.memory import Limits, TapMemoryError, predicted
+from vtaps.runtime.program import LockError
 from vtaps.runtime.records import Completion, Finished, Record, Request
 from vtaps.runtime.rowtable import RequestKey
 from vtaps.runtime.session import MANIFEST, Manifest
 from vtaps.runtime.transport import unpack
 from vtaps.spec import vllm_version
+from vtaps.spec.budget import LARGEST_TOKENS, limits
 from vtaps.spec.engine_args import REFUSED
+from vtaps.spec.sizes import human
+from vtaps.spec.slots import ITEM_BYTES
 
 Sampling = Callable[[Request], Mapping[str, Any]]
 Progress = Callable[[str], None]
@@ -125,6 +130,8 @@ class Engine:
         lock_path.write_text(json.dumps(lock), encoding="utf-8")
         Manifest(block_path.resolve(), lock_path, lock_folder.resolve()).write(self._manifest)
         tell = progress or (lambda _: None)
+        if self.program.mode == "taps":
+            tell(f"the taps take at most {human(self._predicted(lock))} of the device")
         tell("loading vLLM")
         args = engine_arguments(lock, lock_folder, eager=self.program.mode == "eager")
         args["worker_extension_cls"] = EXTENSION
@@ -174,6 +181,16 @@ class Engine:
         if not workers:
             raise EngineError("VT601", "no worker answered")
         return workers
+
+    def _predicted(self, lock: Mapping[str, Any]) -> int:
+        """Bytes of the device, for the largest batches that vLLM's defaults make where the lock gives none."""
+        requests, tokens = limits((lock.get("engine") or {}).get("vllm") or {})
+        most = tokens or LARGEST_TOKENS
+        item = ITEM_BYTES.get(lock["model"].get("dtype") or "", 4)
+        try:
+            return predicted(self.program, Limits(most, requests, most), item)
+        except TapMemoryError as error:
+            raise EngineError("VT607", f"engine.tap_memory: {error}") from error
 
     def compiled(self) -> dict[str, int]:
         """Of the first worker's process: models ``compiled``, ``loaded`` from vLLM's compile cache, and CUDA graphs

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,51 +19,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vtaps.runtime.boards import Ring
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.program import Program
+from vtaps.runtime.rings import Ring, Taken, neighbours, sorter
 from vtaps.runtime.rowtable import Fill, MetricFill
-from vtaps.runtime.store import rows_of, sums_of
+from vtaps.runtime.store import sums_of
 
 Array = npt.NDArray[Any]
 
-GATHERED_BYTES = 4 << 20
-"""A ring is emptied once this much has gathered, or a quarter of its slots are taken."""
+GATHERED_BYTES = 32 << 20
+"""A ring is emptied once this much has gathered, or half of its slots are taken."""
 LENS_ROWS = 32
-"""Rows of the stream that go through the unembedding together."""
+"""Rows of the stream that go through the unembedding together, where there are as many."""
 PIECE_BYTES = 32 << 20
 """What leaves in one copy at most."""
 GATHERED_METRICS = 256
 FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project"}
-
-
-@dataclass
-class _Taken:
-    """Slots ``start …`` of a ring: the rows of a fill, in ``repeats`` steps one after the other; the first of them
-    has the number ``step`` and is ``shift`` steps after the plan's own."""
-
-    fill: Fill
-    ring: Ring
-    start: int
-    shift: int
-    step: int
-    repeats: int = 1
-
-    @property
-    def count(self) -> int:
-        return len(self.fill.rows)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.repeats * self.count
-
-    def split(self, step: int) -> tuple[_Taken, _Taken]:
-        """What was taken in the steps up to ``step``, and what after it."""
-        before = min(max(0, step - self.step + 1), self.repeats)
-        first = replace(self, repeats=before)
-        return first, replace(
-            self, start=first.stop, shift=self.shift + before, step=self.step + before, repeats=self.repeats - before
-        )
 
 
 @dataclass
@@ -92,8 +63,8 @@ class Harvest:
         self.lens = lens
         self._probes = {name: dict(sites) for name, sites in probes.items()}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._open: list[_Taken] = []
-        self._waiting: dict[str, list[_Taken]] = {}
+        self._open: list[Taken] = []
+        self._waiting: dict[str, list[Taken]] = {}
         self._events: deque[tuple[int, Any]] = deque()
         self._measured: Any = None
         self._leaving: deque[tuple[Ring, int, int, Any]] = deque()
@@ -110,7 +81,7 @@ class Harvest:
         """Slots for the rows of a new plan's reads: the fills with the first slot of each.  Raises TableError."""
         self._shut()
         for fill, ring in fills:
-            self._open.append(_Taken(fill, ring, self._take(ring, len(fill.rows)), 0, step))
+            self._open.append(Taken(fill, ring, self._take(ring, len(fill.rows)), 0, step))
         return [(t.fill, t.start) for t in self._open]
 
     def move(self, shift: int, step: int) -> list[tuple[Fill, int]]:
@@ -124,7 +95,7 @@ class Harvest:
                 taken.repeats += 1
             else:
                 self._waiting.setdefault(ring.key, []).append(taken)
-                self._open[number] = _Taken(taken.fill, ring, start, shift, step)
+                self._open[number] = Taken(taken.fill, ring, start, shift, step)
             out.append((taken.fill, start))
         return out
 
@@ -163,8 +134,10 @@ class Harvest:
             ring = taken.ring
             rows = sum(t.repeats * t.count for t in (*self._waiting.get(ring.key, ()), taken))
             sites = sum(len(s) for s, _ in ring.groups)
-            full = rows * 4 >= ring.slots or rows * ring.bytes >= GATHERED_BYTES * ring.slots
-            if full and (ring.kind != "lens" or rows * sites >= LENS_ROWS or rows * 4 >= ring.slots):
+            enough = (
+                rows * sites >= LENS_ROWS if ring.kind == "lens" else rows * ring.bytes >= GATHERED_BYTES * ring.slots
+            )
+            if enough or 2 * rows >= ring.slots:
                 self._flush(ring)
 
     def measure(self, fills: Sequence[MetricFill], shift: int, logits: Tensor) -> None:
@@ -233,7 +206,7 @@ class Harvest:
                 now, self._open[number] = taken.split(taken.step + taken.repeats if step is None else step)
                 pieces.append(now)
         after = self._after(step)
-        for run in _neighbours([p for p in pieces if p.repeats]):
+        for run in neighbours([p for p in pieces if p.repeats]):
             self._send_run(ring, run, after)
 
     def _after(self, step: int | None) -> Any:
@@ -245,7 +218,7 @@ class Harvest:
         found = [event for number, event in self._events if step is None or number <= step]
         return found[-1] if found else None
 
-    def _send_run(self, ring: Ring, run: Sequence[_Taken], after: Any) -> None:
+    def _send_run(self, ring: Ring, run: Sequence[Taken], after: Any) -> None:
         for sites, memory in ring.groups:
             if ring.kind == "mean":
                 self._send_sums(sites, memory, run, after)
@@ -258,7 +231,7 @@ class Harvest:
                     rows = memory[start:stop]
                     found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
                     fields = {n: v.unflatten(0, (stop - start, len(sites))) for n, v in found.items()}
-                self._send(list(fields.values()), _sorter(ring, sites, list(fields), run, start, "float32"), after)
+                self._send(list(fields.values()), sorter(ring, sites, list(fields), run, start, "float32"), after)
                 continue
             row = memory[0].numel() * memory.element_size()
             step = max(1, PIECE_BYTES // row)
@@ -267,7 +240,7 @@ class Harvest:
                 with self._aside(after):
                     value = self._reduced(ring, sites, memory[first:last])
                 dtype = str(value.dtype).removeprefix("torch.")
-                self._send([value], _sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype), after)
+                self._send([value], sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype), after)
         if self._stream is not None:
             event = self._stream.record_event()
             self._leaving.append((ring, run[0].start, run[-1].stop, event))
@@ -283,7 +256,7 @@ class Harvest:
             return torch.stack(dots, dim=-1)
         return rows
 
-    def _send_sums(self, sites: tuple[str, ...], memory: Tensor, run: Sequence[_Taken], after: Any) -> None:
+    def _send_sums(self, sites: tuple[str, ...], memory: Tensor, run: Sequence[Taken], after: Any) -> None:
         """A request's prompt rows are summed at once; each generated row stays alone until it is known to count."""
         for taken in run:
             read = taken.fill.name
@@ -357,49 +330,6 @@ class Harvest:
             with self._arrived:
                 self._sorted += 1
                 self._arrived.notify_all()
-
-
-def _neighbours(pieces: Sequence[_Taken]) -> list[list[_Taken]]:
-    """Runs of pieces whose slots follow one another."""
-    runs: list[list[_Taken]] = []
-    for piece in pieces:
-        if runs and runs[-1][-1].stop == piece.start:
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs
-
-
-def _sorter(
-    ring: Ring, sites: tuple[str, ...], names: Sequence[str], run: Sequence[_Taken], first: int, dtype: str
-) -> Callable[[Sequence[Array]], None]:
-    """What sorts the fields of the slots ``first …``, each ``[slots, sites, …]``, by request."""
-
-    def deliver(arrays: Sequence[Array]) -> None:
-        last = first + len(arrays[0])
-        for taken in run:
-            a, b = max(first, taken.start), min(last, taken.stop)
-            if a >= b:
-                continue
-            for part in taken.fill.parts:
-                kept = rows_of(part.live, ring.read, sites, dtype)
-                if taken.repeats == 1:
-                    lo, hi = max(a, taken.start + part.start), min(b, taken.start + part.stop)
-                    if lo < hi:
-                        from_, to = lo - taken.start - part.start, hi - taken.start - part.start
-                        positions = part.positions[from_:to] + taken.shift
-                        kept.add(positions, {n: x[lo - first : hi - first] for n, x in zip(names, arrays, strict=True)})
-                    continue
-                # One row a step: every ``count``-th slot from the part's own on.
-                lead = taken.start + part.start
-                skip = -(-max(0, a - lead) // taken.count)
-                slots = np.arange(lead + skip * taken.count, b, taken.count)
-                if len(slots):
-                    positions = part.positions[0] + taken.shift + skip + np.arange(len(slots), dtype=np.int64)
-                    chosen = slice(int(slots[0]) - first, b - first, taken.count)
-                    kept.add(positions, {n: x[chosen] for n, x in zip(names, arrays, strict=True)})
-
-    return deliver
 
 
 def _to_host(t: Tensor, stream: Any) -> Tensor:

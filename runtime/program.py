@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_vector
@@ -19,11 +18,6 @@ Kind = Literal["rows", "mean", "norm", "project", "lens"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 METRICS: tuple[MetricKind, ...] = ("logprob", "logit_diff", "rank")
-
-MODES = ("taps", "eager")
-SITE_MODES = ("recorded", "hook", "eager")
-
-T = TypeVar("T")
 
 
 class LockError(Exception):
@@ -255,179 +249,3 @@ class Program:
             self.checked[file] = file_digest(self.folder / file)
         if expected is not None and expected != self.checked[file]:
             raise LockError(entry, f"{file} changed since compile: its digest is {self.checked[file]}")
-
-
-def load_program(lock_path: Path, folder: Path | None = None) -> Program:
-    """Read a lock file; ``folder`` is where relative names start (default: the lock's own).
-
-    Raises LockError.
-    """
-    try:
-        data = json.loads(lock_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LockError(lock_path.name, f"cannot be read: {error}") from error
-    return parse_program(data, folder or lock_path.parent)
-
-
-def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
-    """Raises LockError, naming the entry that is wrong."""
-    if lock.get("lock") != 1:
-        raise LockError("lock", f"version {lock.get('lock')!r} is not known; this is version 1")
-    mode = (lock.get("engine") or {}).get("mode", "eager")
-    if mode not in MODES:
-        raise LockError("engine", f"mode {mode!r} is not one of {', '.join(MODES)}")
-    sites = _each(lock, "sites", lambda name, data: _site(name, data, mode))
-    overrides = _each(lock, "overrides", lambda n, d: OverrideEntry(tuple(int(i) for i in d["ids"])))
-    vectors: dict[str, Mapping[str, Any]] = dict(lock.get("vectors") or {})
-    edits = _each(lock, "edits", _edit)
-    reads = _each(lock, "reads", _read)
-    metrics = _each(lock, "metrics", _metric)
-    arms = _each(lock, "arms", lambda name, data: _arm(data, edits))
-    block = lock["block"]
-    program = Program(
-        folder=folder,
-        structure=block["structure"],
-        block_digest=block["digest"],
-        block_lines={int(k): int(v) for k, v in (block.get("lines") or {}).items()},
-        spec_file=(lock.get("spec") or {}).get("file", "spec"),
-        sites=sites,
-        edits=edits,
-        reads=reads,
-        overrides=overrides,
-        metrics=metrics,
-        vectors=vectors,
-        arms=arms,
-        lens_norm=(lock.get("lens") or {}).get("norm"),
-        mode=mode,
-        tap_memory=(lock.get("engine") or {}).get("tap_memory"),
-    )
-    _check_names(program)
-    return program
-
-
-def _each(lock: Mapping[str, Any], section: str, parse: Callable[[str, Any], T]) -> dict[str, T]:
-    out: dict[str, T] = {}
-    for name, data in (lock.get(section) or {}).items():
-        try:
-            out[name] = parse(name, data)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise LockError(f"{section}.{name}", what) from error
-    return out
-
-
-def _site(name: str, data: Mapping[str, Any], engine: str) -> SiteEntry:
-    columns = data.get("columns")
-    sampled = data.get("rows") == "sampled"
-    usual = "eager" if engine == "eager" else "hook" if sampled else "recorded"
-    return SiteEntry(
-        name=name,
-        module=data["module"],
-        output=data.get("output"),
-        input=data.get("input"),
-        residual=data.get("residual"),
-        columns=None if columns is None else (int(columns[0]), int(columns[1])),
-        layer=data.get("layer"),
-        width=int(data["width"]),
-        sampled=sampled,
-        mode=_one_of(data.get("mode", usual), SITE_MODES, "mode"),
-    )
-
-
-def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:
-    if value not in known:
-        raise ValueError(f"{what} {value!r} is not one of {', '.join(known)}")
-    return value
-
-
-def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
-    verb = _one_of(data["verb"], VERBS, "verb")
-    return EditEntry(verb, tuple(data["sites"]), Rows.from_json(data["tokens"]))
-
-
-def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
-    kind = _one_of(data["kind"], KINDS, "kind")
-    ids = data.get("ids")
-    return ReadEntry(
-        kind=kind,
-        sites=tuple(data["sites"]),
-        tokens=Rows.from_json(data["tokens"]),
-        vectors=tuple(data.get("vectors") or ()),
-        top=data.get("top"),
-        ids=None if ids is None else tuple(int(i) for i in ids),
-        step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
-        requests=None if data.get("requests") is None else int(data["requests"]),
-    )
-
-
-def _metric(name: str, data: Mapping[str, Any]) -> MetricEntry:
-    kind = _one_of(data["kind"], METRICS, "kind")
-    ids = tuple(int(i) for i in data["ids"])
-    if len(ids) != (2 if kind == "logit_diff" else 1):
-        raise ValueError(f"{kind} with {len(ids)} token ids")
-    return MetricEntry(kind, ids, Rows.from_json(data["tokens"]))
-
-
-def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
-    def uses(point: Mapping[str, Any]) -> tuple[PointEdit, ...]:
-        found = (
-            PointEdit(e["edit"], tuple(e["sites"]), e.get("coefficient"), e.get("vector"))
-            for e in point.get("edits") or ()
-        )
-        # An identity touches no row: its vector may even be NaN.
-        return tuple(
-            e
-            for e in found
-            if e.edit not in edits or (edits[e.edit].verb, e.coefficient) not in (("add", 0), ("scale", 1))
-        )
-
-    points = tuple(
-        Point(
-            edits=uses(point),
-            overrides={o["override"]: int(o["start"]) for o in point.get("overrides") or ()},
-        )
-        for point in data["points"]
-    )
-    return ArmEntry(
-        reads=tuple(data.get("reads") or ()),
-        metrics=tuple(data.get("metrics") or ()),
-        points=points,
-        sampling=dict(data.get("sampling") or {}),
-    )
-
-
-def _check_names(program: Program) -> None:
-    """Every name that an entry uses is defined, and every edit has what its verb needs."""
-
-    def known(entry: str, names: tuple[str, ...], section: str, table: Mapping[str, Any]) -> None:
-        for name in names:
-            if name not in table:
-                raise LockError(entry, f"{section} has no {name}")
-
-    for name, edit in program.edits.items():
-        known(f"edits.{name}", edit.sites, "sites", program.sites)
-    for name, read in program.reads.items():
-        known(f"reads.{name}", read.sites, "sites", program.sites)
-        known(f"reads.{name}", read.vectors, "vectors", program.vectors)
-        if read.kind == "lens" and (read.top is None) == (read.ids is None):
-            raise LockError(f"reads.{name}", "a lens has either top or ids")
-        if read.kind == "lens" and program.lens_norm is None:
-            raise LockError("lens", f"reads.{name} needs the path of the final norm")
-    for name, arm in program.arms.items():
-        entry = f"arms.{name}"
-        known(entry, arm.reads, "reads", program.reads)
-        known(entry, arm.metrics, "metrics", program.metrics)
-        for point in arm.points:
-            known(entry, tuple(point.overrides), "overrides", program.overrides)
-            known(entry, tuple(e.edit for e in point.edits), "edits", program.edits)
-            for edit_use in point.edits:
-                known(
-                    entry, edit_use.sites, f"edits.{edit_use.edit}", dict.fromkeys(program.edits[edit_use.edit].sites)
-                )
-                verb = program.edits[edit_use.edit].verb
-                if verb in USES_VECTOR and edit_use.vector is None:
-                    raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
-                if verb != "zero" and edit_use.coefficient is None:
-                    raise LockError(entry, f"{edit_use.edit} ({verb}) has no coefficient")
-                if edit_use.vector is not None:
-                    known(entry, (edit_use.vector,), "vectors", program.vectors)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from vtaps.runtime import kernels, ops
 from vtaps.runtime.block import Block, Location, Note
-from vtaps.runtime.boards import Axis, Boards, Limits
+from vtaps.runtime.boards import Axis, Boards
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
 from vtaps.runtime.kernels import Board, LocationProgram
 from vtaps.runtime.lens import Lens
-from vtaps.runtime.program import LockError, Program, load_program
+from vtaps.runtime.lockfile import load_program
+from vtaps.runtime.memory import Limits
+from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Record
 from vtaps.runtime.rowtable import Fill, Ints, RequestKey, RowTable, Scheduled, StepPlan
 from vtaps.runtime.store import record_of

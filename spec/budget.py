@@ -15,7 +15,7 @@ from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval, Rows, compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.sizes import human
-from vtaps.spec.slots import slot_bytes, slot_rows
+from vtaps.spec.slots import HELD_STEPS, row_bytes, slot_count, slot_rows
 from vtaps.spec.spec import Spec
 
 LARGEST_SEQS = 1024
@@ -79,7 +79,8 @@ def step_rows(rows: Rows, requests: Iterator[Reading]) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """What one read asks of a step: ``requests`` in the run, ``step_rows`` of one of them, and bytes ``each`` row."""
+    """What one read asks of a step: ``requests`` in the run, ``step_rows`` of one of them, and the bytes of ``each``
+    row for as many steps as slots must be there."""
 
     requests: int
     step_rows: int
@@ -90,6 +91,10 @@ class Load:
 
     def bytes(self, seqs: int, tokens: int | None) -> int:
         return self.each * self.rows(seqs, tokens)
+
+    def gathered(self, seqs: int, tokens: int | None) -> int:
+        """Bytes of the slots where rows of many steps may gather."""
+        return self.each // HELD_STEPS * slot_count(self.rows(seqs, tokens), self.each // HELD_STEPS)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,11 @@ class Slots:
 
     def total(self, seqs: int, tokens: int | None) -> int:
         return sum(load.bytes(seqs, tokens) for load in self.loads.values())
+
+    def taken(self, memory: int) -> int:
+        """What is really allocated where ``memory`` is allowed: rows gather only where there is room for it."""
+        gathered = sum(load.gathered(self.seqs, self.tokens) for load in self.loads.values())
+        return gathered if gathered <= memory else self.bytes
 
     def fitting(self, memory: int) -> str:
         """The argument of vLLM that binds, with the largest value at which all slots take at most ``memory`` bytes;
@@ -161,7 +171,7 @@ def _count(vllm: Mapping[str, Any], name: str) -> int | None:
 def slots_of(vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str) -> Slots:
     """The slots of the reads that some arm lists."""
     loads = {
-        name: Load(p.requests, p.step_rows, slot_bytes(p.read.kind, (s.width or 0 for s in p.sites), dtype, 1))
+        name: Load(p.requests, p.step_rows, HELD_STEPS * row_bytes(p.read.kind, (s.width or 0 for s in p.sites), dtype))
         for name, p in reads.items()
         if p.requests
     }

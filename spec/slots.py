@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-STEPS_HELD = 2
-"""Slots are there for this many steps, so that one step is written while the one before still leaves."""
+HELD_STEPS = 2
+"""Slots are there for this many steps at least, so that one step is written while the one before still leaves."""
+
+GATHERED_STEPS = 64
+GATHERED_BYTES = 64 << 20
+"""Where a step selects little, slots are there for up to this many steps and bytes: rows then leave many together."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,11 +27,17 @@ def slot_rows(step_rows: int, max_num_seqs: int, max_num_batched_tokens: int | N
     return rows if max_num_batched_tokens is None else min(rows, max_num_batched_tokens)
 
 
-def slot_bytes(kind: str, widths: Iterable[int], dtype: str, rows: int) -> int:
-    """Bytes on the device for ``rows`` rows a step of a read at locations of these ``widths``.
+def slot_count(rows: int, row_bytes: int) -> int:
+    """The slots of a read that selects at most ``rows`` rows in one step, each of ``row_bytes``; where those of all
+    reads together would not fit, each has HELD_STEPS × ``rows``."""
+    gathered = min(GATHERED_STEPS * rows, GATHERED_BYTES // max(1, row_bytes))
+    return max(HELD_STEPS * rows, gathered)
+
+
+def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
+    """Bytes on the device of one row of a read at locations of these ``widths``.
 
     Rows, and those that a lens is taken of, are held in the model's ``dtype``.  Norms, dot products and means need the
     unrounded stream, so their rows are held whole in float32.
     """
-    item = ITEM_BYTES[dtype] if kind in ("rows", "lens") else 4
-    return STEPS_HELD * rows * sum(widths) * item
+    return sum(widths) * (ITEM_BYTES[dtype] if kind in ("rows", "lens") else 4)

@@ -59,9 +59,10 @@ def _taps(plan: Plan) -> list[str]:
     assumed = f"{_count(slots.alive, 'request')} at once"
     if slots.tokens is not None:
         assumed += f" and {slots.tokens} tokens a step"
+    allowed = plan.spec.engine.tap_memory
     return [
-        f"{line}slots for up to {_count(slots.rows, 'row')} a step, {human(slots.bytes)} of "
-        f"{human(plan.spec.engine.tap_memory)} allowed",
+        f"{line}slots for up to {_count(slots.rows, 'row')} a step, {human(slots.taken(allowed))} of "
+        f"{human(allowed)} allowed",
         f"            (for at most {assumed})",
     ]
 

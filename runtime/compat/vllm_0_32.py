@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtaps.runtime.boards import Limits
 from vtaps.runtime.hooks import InstallError
+from vtaps.runtime.memory import Limits
 from vtaps.runtime.session import MANIFEST, Manifest, Session
 
 ADDITIONAL_CONFIG = "vtaps"

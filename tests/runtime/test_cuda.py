@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ torch = pytest.importorskip("torch")
 from tests.runtime import schedules as sch  # noqa: E402
 from tests.runtime import toy  # noqa: E402
 from vtaps.runtime import ops  # noqa: E402
-from vtaps.runtime.boards import Limits  # noqa: E402
+from vtaps.runtime.memory import Limits  # noqa: E402
 from vtaps.runtime.records import Record  # noqa: E402
 from vtaps.runtime.session import Session  # noqa: E402
+from vtaps.spec import slots  # noqa: E402
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CHUNK, SEATS, DECODED = 12, 4, 80
@@ -42,6 +44,12 @@ def nobody_is_served_after() -> Iterator[None]:
     ops.serve(None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_rings() -> Iterator[None]:
+    with patch.object(slots, "GATHERED_STEPS", 1):
+        yield
+
+
 def schedule() -> list[sch.Event]:
     """The requests take their seats in order, prefill in chunks beside those that decode, and leave a step after their
     stop, when the engine has run ahead."""
@@ -51,7 +59,7 @@ def schedule() -> list[sch.Event]:
     while waiting or batch:
         if waiting and len(batch) < SEATS:
             batch.append(waiting.pop(0))
-        shares, left = [], CHUNK
+        shares, left = list[sch.Share](), CHUNK
         for i in batch:
             count = min(known[i] - done[i], left - (len(batch) - len(shares) - 1))
             sampled = done[i] + count == known[i]
@@ -171,4 +179,4 @@ def test_the_steps_fill_their_rings_many_times_over() -> None:
         [(s.request, s.start + 1, 1) for s in before] == [(s.request, s.start, s.count) for s in after]
         for before, after in itertools.pairwise(steps)
     )
-    assert rows > 10 * 2 * LIMITS.step_rows and steady > 60
+    assert rows > 10 * slots.slot_count(LIMITS.step_rows, 1) and steady > 60

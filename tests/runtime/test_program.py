@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vtaps.runtime.program import LockError, parse_program
+from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.program import LockError
 from vtaps.spec.vectors import file_digest
 
 LOCK: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.runtime import schedules as sch
-from vtaps.runtime.program import LockError, Program, parse_program
+from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.rowtable import Fill, RowTable, Scheduled, StepPlan, TableError
 from vtaps.spec.rows import OPEN
 

@@ -19,13 +19,14 @@ from torch import nn
 
 from tests.runtime import schedules as sch
 from tests.runtime import toy
-from vtaps.runtime import boards, harvest, ops
-from vtaps.runtime.boards import Limits
+from vtaps.runtime import harvest, memory, ops
 from vtaps.runtime.hooks import BlockFault, InstallError, parameter_names
+from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError
 from vtaps.runtime.records import Record
 from vtaps.runtime.rowtable import Scheduled, TableError
 from vtaps.runtime.session import Manifest, Session
+from vtaps.spec import slots
 
 WIDTH = 4
 LIMITS = Limits(rows=8, requests=2, step_rows=6)
@@ -387,28 +388,39 @@ def test_what_was_read_is_no_alias(inside: Inside, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read.values["rows"], before)
 
 
-def small_ring(tmp_path: Path, mode: str) -> tuple[Session, Toy]:
-    reads = {"look": {**LOOK, "sites": ["s"], "step_rows": 1, "requests": 1}}
+@pytest.fixture
+def two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots for two steps and no more."""
+    monkeypatch.setattr(slots, "GATHERED_STEPS", 1)
+
+
+def small_ring(tmp_path: Path, mode: str, **read: int) -> tuple[Session, Toy]:
+    reads = {"look": {**LOOK, **read, "sites": ["s"]}}
     s = session(tmp_path, {"s": {"module": "op", "input": "x"}}, reads=reads, engine={"mode": mode})
-    return s, attached(s, lambda module: mode == "taps")
+    s.attach(model := Toy(), lambda x: x, Limits(rows=20, requests=2, step_rows=20), torch.float32)
+    s.table.admit("r", {"key": "k", "arm": "a", "point": 0}, 3)
+    return s, model
 
 
+@pytest.mark.usefixtures("two_steps")
 def test_a_step_that_needs_more_slots_than_there_are_is_refused(tmp_path: Path) -> None:
-    s, model = small_ring(tmp_path, "taps")
+    s, model = small_ring(tmp_path, "taps", step_rows=1, requests=1)
     assert s.handshake()["slots"] == {"look/tokens": 2}
     step(s, model, X[:2])
     with pytest.raises(TableError, match="read look: a step selects 3 rows and there are 2 slots"):
         step(s, model, X, 2)
 
 
+@pytest.mark.usefixtures("two_steps")
 def test_without_a_graph_a_ring_grows_to_what_a_step_needs(tmp_path: Path) -> None:
-    s, model = small_ring(tmp_path, "eager")
-    step(s, model, X[:1])
-    step(s, model, X[1:3], 1)
-    step(s, model, torch.arange(20.0).reshape(5, WIDTH), 3)
-    assert s.handshake()["slots"] == {"look/tokens": 10}
-    read = record(s, 6).reads["look", "s"]
-    np.testing.assert_array_equal(read.values["rows"], np.concatenate([X, np.arange(20.0).reshape(5, WIDTH)]))
+    s, model = small_ring(tmp_path, "eager", step_rows=3, requests=2)
+    assert s.handshake()["slots"] == {"look/tokens": 12}
+    step(s, model, X[:2])
+    # Two rows wait in the ring while it becomes another.
+    step(s, model, more := torch.arange(52.0).reshape(13, WIDTH), 2)
+    assert s.handshake()["slots"] == {"look/tokens": 26}
+    read = record(s, 13).reads["look", "s"]
+    np.testing.assert_array_equal(read.values["rows"], torch.cat([X[:2], more]).numpy())
 
 
 def test_slots_beyond_what_is_allowed_are_refused(tmp_path: Path) -> None:
@@ -453,6 +465,17 @@ def test_an_engine_that_has_run_ahead_is_not_waited_for(tmp_path: Path) -> None:
     assert first_column("b", 6) == [0, -1, -2, -3, -4, -5]
 
 
+def test_the_unembedding_is_left_alone_after_sampling(tmp_path: Path) -> None:
+    """Prompt logprobs go through it as well, and are nobody's rows."""
+    session = Session(toy.write(tmp_path))
+    worker = toy.Worker(session, [sch.Ask("some", 0, 3, 4)], Limits(rows=3, requests=1, step_rows=3))
+    for share in (sch.Share(0, 0, 3, True), sch.Share(0, 3, 1, True), sch.Share(0, 4, 1, True)):
+        worker.step([share], worker.rows([share]))
+        rows = torch.arange(3.0 * toy.WIDTH).reshape(3, toy.WIDTH)
+        with torch.inference_mode():
+            assert torch.equal(worker.model.compute_logits(rows), rows @ worker.model.head.weight.T)
+
+
 def test_the_proof_finds_every_tap_that_is_in_the_graph(tmp_path: Path) -> None:
     """Proof rows come out as each location's sentinel, from reads and edits, and only as many as were asked for."""
     s = Session(toy.write(tmp_path, "taps"))
@@ -470,8 +493,9 @@ def test_the_proof_finds_every_tap_that_is_in_the_graph(tmp_path: Path) -> None:
             assert (out[:rows] == number + 1).all() and not (out[rows:] == number + 1).all(1).any()
             s.boards.clear()
         s.boards.prove(2)
-        model.norm.forward = lambda x: toy.Norm.forward(model.norm, x)
-        model(torch.ones(8, toy.WIDTH))
+        # Without its tap.
+        with patch.object(model.norm, "forward", lambda x: toy.Norm.forward(model.norm, x)):
+            model(torch.ones(8, toy.WIDTH))
         assert set(s.boards.unproved(2)) == {"final"}
 
 
@@ -556,9 +580,9 @@ def compare(got: Record, worker: toy.Worker, i: int) -> None:
             "logit_diff": first - logits[wanted, entry["ids"][-1]],
             "rank": (logits[wanted] > first[:, None]).sum(-1),
         }[entry["kind"]]
-        at, found = got.metrics.get(name, (np.empty(0), np.empty(0)))
+        at, numbers = got.metrics.get(name, (np.empty(0), np.empty(0)))
         assert at.tolist() == wanted, (i, name)
-        close(found, values, f"request {i}, {name}")
+        close(numbers, values, f"request {i}, {name}")
 
     said = [s for s in range(sch.SAY_AT, sch.SAY_AT + len(sch.SAY)) if s < ask.generated]
     assert got.overridden == (tuple(said) if point.get("overrides") else ())
@@ -599,7 +623,8 @@ def test_every_request_gets_what_its_own_forward_says(
     with (
         patch.object(harvest, "PIECE_BYTES", data.draw(st.sampled_from([1, 300, 32 << 20]), "piece")),
         patch.object(harvest, "GATHERED_METRICS", data.draw(st.sampled_from([1, 3, 256]), "metrics")),
-        patch.object(boards, "EAGER_SLOTS", data.draw(st.sampled_from([1, 5, 1024]), "slots")),
+        patch.object(slots, "GATHERED_STEPS", data.draw(st.sampled_from([1, 3, 64]), "gathered")),
+        patch.object(memory, "EAGER_SLOTS", data.draw(st.sampled_from([1, 5, 1024]), "slots")),
     ):
         session = Session(manifests[mode])
         worker = toy.Worker(session, asks, limits, inside=toy.compiled if mode == "taps" else None)

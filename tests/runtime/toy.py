@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.runtime import schedules as sch
 from tests.runtime.schedules import Ask, holds
-from vtaps.runtime.boards import Limits
+from vtaps.runtime.memory import Limits
 from vtaps.runtime.session import Manifest, Session
 
 WIDTH, VOCAB, LAYERS = 8, 11, 3
@@ -85,7 +85,8 @@ EDITS: dict[str, dict[str, Any]] = {
     "push": {"verb": "add", "sites": ["in", "r0", "r1"], "tokens": "generated"},
     "gain": {"verb": "scale", "sites": ["r1", "final"], "tokens": "steps"},
     "clear": {"verb": "zero", "sites": ["r0", "in2"], "tokens": "ends", "columns": [[1, 3], [6, 8]]},
-    "put": {"verb": "set", "sites": ["cut"], "tokens": "but even"},
+    "put": {"verb": "set", "sites": ["cut"], "tokens": "but"},
+    "odd": {"verb": "add", "sites": ["r2"], "tokens": "but even"},
     "bump": {"verb": "add", "sites": ["logits"], "tokens": "sampling"},
 }
 READS: dict[str, dict[str, Any]] = {
@@ -96,14 +97,16 @@ READS: dict[str, dict[str, Any]] = {
     "mean": {"kind": "mean", "sites": ["r0", "cut"], "tokens": "all"},
     "late": {"kind": "mean", "sites": ["in2"], "tokens": "steps"},
     "top": {"kind": "lens", "sites": ["r0", "r2"], "tokens": "sampling", "top": 3},
-    "chosen": {"kind": "lens", "sites": ["final"], "tokens": "even", "ids": [1, 4]},
+    "chosen": {"kind": "lens", "sites": ["final"], "tokens": "but", "ids": [1, 4]},
+    "even": {"kind": "norm", "sites": ["r0"], "tokens": "even"},
 }
 METRICS: dict[str, dict[str, Any]] = {
     "logprob": {"kind": "logprob", "ids": [3], "tokens": "sampling"},
     "diff": {"kind": "logit_diff", "ids": [1, 4], "tokens": "steps"},
-    "rank": {"kind": "rank", "ids": [2], "tokens": "even"},
+    "rank": {"kind": "rank", "ids": [2], "tokens": "but"},
+    "odds": {"kind": "logprob", "ids": [0], "tokens": "but even"},
 }
-ORDER = ("dots", "push", "gain", "clear", "put", "bump", "rows", "out", "norm", "mean", "late", "top", "chosen")
+ORDER = ("dots", *EDITS, *(read for read in READS if read != "dots"))
 """Of the statements at each location: one read comes before the edits."""
 CALLS = {"set": "set_", "rows": "keep"}
 
@@ -113,12 +116,19 @@ def edit(name: str, *sites: str, coefficient: float | None = None, vector: str |
 
 
 SAY = [{"override": "say", "start": sch.SAY_AT}]
+# A batch with a selector of token ids in it is planned anew every step: these stand in an arm of their own.
+BY_POSITION = [read for read in READS if read != "even"]
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"points": [{}]},
     "idle": {"points": [{}]},
-    "look": {"reads": list(READS), "metrics": list(METRICS), "points": [{}]},
+    "tokens": {
+        "reads": ["even", "mean", "top"],
+        "metrics": ["odds"],
+        "points": [{"edits": [edit("odd", "r2", coefficient=1.0, vector="w")]}],
+    },
+    "look": {"reads": BY_POSITION, "metrics": ["logprob", "diff", "rank"], "points": [{}]},
     "edit": {
-        "reads": list(READS),
+        "reads": BY_POSITION,
         "metrics": ["logprob"],
         "points": [
             {
@@ -136,7 +146,13 @@ ARMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
-    "some": {"reads": ["rows", "late"], "points": [{"edits": [edit("clear", "in2")], "overrides": SAY}]},
+    # The logits are edited, and nothing reads them.
+    "some": {
+        "reads": ["rows", "late", "top"],
+        "points": [
+            {"edits": [edit("clear", "in2"), edit("bump", "logits", coefficient=-1.0, vector="u")], "overrides": SAY}
+        ],
+    },
 }
 
 

@@ -12,7 +12,7 @@ from tests.trees import DATA, seed_cache
 from vtaps.check import CheckResult, check_file
 from vtaps.spec.budget import Load, Slots, limits
 from vtaps.spec.diagnostics import Diagnostic
-from vtaps.spec.slots import STEPS_HELD, slot_bytes, slot_rows
+from vtaps.spec.slots import GATHERED_BYTES, row_bytes, slot_count, slot_rows
 
 SPEC = """vtaps: 1
 model: {{path: {data}/configs/smollm2, tokenizer: {data}/tokenizer}}
@@ -109,14 +109,21 @@ def test_no_schedule_needs_more_rows(seed: int) -> None:
 
 @pytest.mark.parametrize(("kind", "item"), [("rows", 2), ("lens", 2), ("norm", 4), ("project", 4), ("mean", 4)])
 def test_bytes(kind: str, item: int) -> None:
-    assert slot_bytes(kind, [128, 128, 64], "bfloat16", 10) == STEPS_HELD * 10 * 320 * item
-    assert slot_bytes(kind, [128], "float32", 3) == STEPS_HELD * 3 * 128 * 4
+    assert row_bytes(kind, [128, 128, 64], "bfloat16") == 320 * item
+    assert row_bytes(kind, [128], "float32") == 128 * 4
 
 
 def test_rows_of_a_step() -> None:
     assert slot_rows(5, 4, 64) == 20
     assert slot_rows(5, 400, 64) == 64
     assert slot_rows(5, 400, None) == 2000
+
+
+def test_few_rows_are_held_for_many_steps_and_many_for_two() -> None:
+    assert slot_count(1, 8192) == 64
+    assert slot_count(1, 1 << 20) == 64 and slot_count(1, 4 << 20) == 16
+    assert slot_count(16384, 8192) == 2 * 16384
+    assert slot_count(1024, 8192) == GATHERED_BYTES // 8192
 
 
 @pytest.mark.parametrize(
