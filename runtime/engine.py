@@ -217,6 +217,8 @@ class Engine:
     ) -> Iterator[Finished]:
         """Serve requests, in the order in which they finish; at most twice ``max_num_seqs`` are alive at once.
 
+        At the end every worker's count of launches must be what its steps needed.
+
         A request that is refused (VT603, VT606) goes to ``refused``, or is raised where there is no such callback;
         a fault in a worker ends the run (EngineError VT603): nothing goes out unedited.
         """
@@ -240,6 +242,7 @@ class Engine:
                             raise
                         refused(error)
                 if not live:
+                    self._call("vtaps_verify")
                     return
                 finished = self._guard(self._frontend.step)
                 if finished:

@@ -67,6 +67,7 @@ class Harvest:
         self._waiting: dict[str, list[Taken]] = {}
         self._events: deque[tuple[int, Any]] = deque()
         self._measured: Any = None
+        self._computed = 0
         self._leaving: deque[tuple[Ring, int, int, Any]] = deque()
         self._metrics: list[tuple[MetricFill, int, Tensor]] = []
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
@@ -108,6 +109,8 @@ class Harvest:
         if count > ring.slots:
             # What its slots hold leaves before they are other memory.
             self._flush(ring)
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
             self._fit(ring, count)
         start = ring.take(count)
         stop = start + count
@@ -128,6 +131,7 @@ class Harvest:
     def computed(self, step: int) -> None:
         """The forward of ``step`` is on its way.  Send what has gathered, where it is enough: what is enough depends
         on the plans alone, so that all ranks send, and run the lens, in the same step."""
+        self._computed = step
         if self._stream is not None:
             self._events.append((step, torch.cuda.current_stream().record_event()))
         for taken in list(self._open):
@@ -168,6 +172,8 @@ class Harvest:
     def settle(self, step: int | None = None) -> None:
         """Send everything of the steps up to ``step`` (None: all), and wait until it is with its requests.  Raises
         what went wrong on the way."""
+        # A step that is still being computed has not written all of its slots.
+        step = self._computed if step is None else min(step, self._computed)
         held = [*self._open, *(t for waiting in self._waiting.values() for t in waiting)]
         for ring in {t.ring.key: t.ring for t in held}.values():
             self._flush(ring, step)
@@ -177,10 +183,6 @@ class Harvest:
                 self._arrived.wait()
             if self._failed is not None:
                 raise self._failed
-
-    def watch(self, counts: Tensor, deliver: Callable[[Array], None]) -> None:
-        """Send a few numbers along: ``deliver`` hears them once all before has arrived."""
-        self._send([counts], lambda arrays: deliver(arrays[0]), self._after(None))
 
     def close(self) -> None:
         if self._thread is not None:
@@ -216,7 +218,8 @@ class Harvest:
         while len(self._events) > 2 and (step is None or self._events[1][0] <= step):
             self._events.popleft()
         found = [event for number, event in self._events if step is None or number <= step]
-        return found[-1] if found else None
+        # Where that one is gone, a later one says as much.
+        return (found or [event for _, event in self._events][:1] or [None])[-1]
 
     def _send_run(self, ring: Ring, run: Sequence[Taken], after: Any) -> None:
         for sites, memory in ring.groups:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtaps.runtime.program import Compiled, Program
-from vtaps.spec.rows import OPEN, Interval, merge, to_ranges
+from vtaps.spec.rows import OPEN, Interval, Selection, merge, to_ranges
 
 Ints = npt.NDArray[np.int64]
 RequestKey = tuple[str, int]
@@ -265,6 +265,12 @@ class RowTable:
         self._open = _Open(plan, [], np.empty(0, np.int64), 0)
         return plan
 
+    @staticmethod
+    def _pick(selection: Selection, share: Scheduled) -> tuple[Ints, Ints] | None:
+        """The selected positions of a share and their rows."""
+        positions = selection.select(share.start, share.tokens)
+        return (positions, positions - share.start + share.offset) if len(positions) else None
+
     def _plan(self, batch: Sequence[Scheduled]) -> tuple[StepPlan | None, int]:
         """The plan, and how many steps of decoding it holds for."""
         edits: dict[str, list[_Entry]] = {}
@@ -279,34 +285,34 @@ class RowTable:
                 continue
             compiled, count = live.compiled, len(share.tokens)
             live.planned = (self.number, share.last)
+            picks: list[tuple[Ints, Ints] | None]
             if count == 1 and compiled.by_position:
                 at = share.start
-                here, nothing = np.array([at], np.int64), np.empty(0, np.int64)
-                chosen = [here if s.holds(at) else nothing for s in compiled.selections]
+                here = (np.array([at], np.int64), np.array([share.offset], np.int64))
+                picks = [here if s.holds(at) else None for s in compiled.selections]
                 left = min([left, *(s.until(at) - at for s in compiled.selections)])
             else:
-                chosen = [s.select(share.start, share.tokens) for s in compiled.selections]
+                picks = [self._pick(s, share) for s in compiled.selections]
                 left = 1
             for edit, which in compiled.edits:
-                if len(chosen[which]):
-                    rows = chosen[which] - share.start + share.offset
+                if (pick := picks[which]) is not None:
                     point = self.program.uses_of[edit.edit][edit]
-                    edits.setdefault(edit.edit, []).append(_Entry(live, chosen[which], rows, point))
+                    edits.setdefault(edit.edit, []).append(_Entry(live, *pick, point))
             for read, which in compiled.reads:
-                positions = chosen[which]
-                taken = live.taken.get(read, 0)
-                if len(positions) and positions[0] < taken:
-                    # Computed once more after a preemption; the next step's row may be new.
-                    positions, left = positions[positions >= taken], 1
-                if len(positions):
-                    rows = positions - share.start + share.offset
-                    reads.setdefault(read, []).append(_Entry(live, positions, rows))
+                if (pick := picks[which]) is not None:
+                    taken = live.taken.get(read, 0)
+                    if pick[0][0] < taken:
+                        # The next step's rows are new ones.
+                        left, new = 1, pick[0] >= taken
+                        pick = (pick[0][new], pick[1][new])
+                    if len(pick[0]):
+                        reads.setdefault(read, []).append(_Entry(live, *pick))
             if not share.sampled or share.last < live.prompt - 1:
                 left = 1
                 continue
             sampled_rows[share.offset + count - 1] = number
             for metric, which in compiled.metrics:
-                if len(chosen[which]) and chosen[which][-1] == share.last:
+                if (pick := picks[which]) is not None and pick[0][-1] == share.last:
                     metrics.setdefault(metric, []).append((number, live, share.last))
             if compiled.overrides:
                 speakers.append((number, live, share.last - live.prompt + 1))

@@ -296,6 +296,12 @@ class Session:
         self._plan, self._active = None, (None, frozenset())
         self.boards.clear()
 
+    def verify(self) -> None:
+        """Every location has been launched as often as steps needed it; waits for the device.  Raises BlockFault."""
+        seen = self.boards.seen.cpu().numpy()
+        for sampled in (False, True):
+            self._compare(seen, sampled=sampled)
+
     def rebase(self) -> None:
         """Count launches from here on."""
         self._expected = self.boards.seen.cpu().numpy()[: len(self.at)].astype(np.int64)

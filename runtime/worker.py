@@ -45,6 +45,10 @@ class WorkerExtension:
         records = self.vtaps_session.collect([(k, c, n) for k, c, n in wanted])  # type: ignore[attr-defined]
         return records if asker == os.getpid() else pack(records)
 
+    def vtaps_verify(self) -> None:
+        """Raises where a location was not launched in each step that needed it."""
+        self.vtaps_session.verify()  # type: ignore[attr-defined]
+
     def vtaps_forget(self, keys: Sequence[str]) -> None:
         """Drop what is held of these requests and their children; unknown keys are no error."""
         self.vtaps_session.table.forget(set(keys))  # type: ignore[attr-defined]
