@@ -3,6 +3,7 @@
 The kernel runs on a GPU, and where triton is installed without one, in triton's interpreter.
 """
 
+# long because: one oracle and its cases serve the reference, the interpreter and the device
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,6 @@
 """The row table under schedules that vLLM can make: chunked prefill, many requests, preemption and repetition."""
 
+# long because: one program of every kind of use stands behind all of its schedules
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Session, hooks, boards and harvest on toy models: what is found, what is refused, what is a fault, and that every
 request gets what its own forward says under any schedule."""
 
+# long because: one toy model stands behind every regime of a session
 from __future__ import annotations
 
 import hashlib

@@ -147,7 +147,7 @@ def test_auto_takes_taps(checked) -> None:  # type: ignore[no-untyped-def]
     told = describe(plan)
     assert "taps (auto: every location is inside the compiled model" in told
     # One row a request, 128 columns of float32, for two steps.
-    assert "1 location, one launch each; slots for up to 1 row a step, 1.0 KiB of 4.0 GiB allowed" in told
+    assert "1 location, one launch each; slots for up to 1 row a step, 32.0 KiB of 4.0 GiB allowed" in told
     assert "for at most 1 request at once and 64 tokens a step" in told
     assert "resid_post[1]: one GPU loses no fusion" in told
     lock = compile_plan(plan)[0].lock
