@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -312,6 +313,8 @@ class Engine:
         """Stop the engine and its workers.  Safe to call twice."""
         frontend: Frontend | None = self.__dict__.pop("_frontend", None)
         if frontend is not None:
+            with suppress(Exception):  # the engine may be gone already
+                frontend.call("vtaps_close")
             frontend.close()
 
 

@@ -30,6 +30,12 @@ def serve(run: Run | None) -> None:
     _serving[:] = [] if run is None else [run]
 
 
+def leave(run: Run) -> None:
+    """Undo :func:`serve`, if ``run`` is still the one."""
+    if run in _serving:
+        _serving.clear()
+
+
 def _tap(x: Tensor, residual: Tensor | None, location: int) -> None:
     if _serving:
         _serving[0](location, x, residual)

@@ -148,6 +148,11 @@ class Session:
         """Make this the session that the operations of this process look at."""
         ops.serve(self._run)
 
+    def close(self) -> None:
+        """Stop the thread of the harvest and leave the operations of this process alone."""
+        self.harvest.close()
+        ops.leave(self._run)
+
     def _act_of(self, place: Location) -> Act:
         if place.name not in self.recorded:
             return self._act

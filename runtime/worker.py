@@ -49,6 +49,11 @@ class WorkerExtension:
         """Raises where a location was not launched in each step that needed it."""
         self.vtaps_session.verify()  # type: ignore[attr-defined]
 
+    def vtaps_close(self) -> None:
+        """End what the block holds beside the model: a thread, and its tables' place in this process."""
+        if (session := getattr(self, "vtaps_session", None)) is not None:
+            session.close()
+
     def vtaps_forget(self, keys: Sequence[str]) -> None:
         """Drop what is held of these requests and their children; unknown keys are no error."""
         self.vtaps_session.table.forget(set(keys))  # type: ignore[attr-defined]
