@@ -244,6 +244,18 @@ class Boards:
                         axis.board.set_read(statement.descriptor, *_place(ring, number))
         return True
 
+    def adopt(self, other: Boards) -> None:
+        """Take the tables, vectors and slots of ``other``, behind the addresses of this one: what was compiled and
+        captured goes on with them.  Raises LockError where ``other`` is not of the same launches."""
+        for mine, its in zip(self.axes, other.axes, strict=True):
+            if mine.locations != its.locations or mine.host.shape != its.host.shape:
+                raise LockError("block.structure", "its operations are numbered otherwise; start another engine")
+        for mine, its in zip(self.axes, other.axes, strict=True):
+            mine.board.descriptors.copy_(its.board.descriptors)
+            mine.board.tensors = its.board.tensors
+            mine.columns, mine.rings = its.columns, its.rings
+        self.program, self.notes, self._slots = other.program, other.notes, other._slots
+
     def clear(self) -> None:
         """Select nothing: dummy runs, and the lens, see a model without a block."""
         for axis in self.axes:

@@ -126,10 +126,8 @@ class Engine:
         except LockError as error:
             raise EngineError("VT607", f"the lock cannot be served: {error}") from error
         manifest_dir.mkdir(parents=True, exist_ok=True)
-        self._manifest = (manifest_dir / "manifest.json").resolve()
-        lock_path = self._manifest.with_name("lock.json")
-        lock_path.write_text(json.dumps(lock), encoding="utf-8")
-        Manifest(block_path.resolve(), lock_path, lock_folder.resolve()).write(self._manifest)
+        self._manifest = _manifest(lock, lock_folder, block_path, manifest_dir / "manifest.json")
+        self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
         if self.program.mode == "taps":
             tell(f"the taps take at most {human(self._predicted(lock))} of the device")
@@ -182,6 +180,26 @@ class Engine:
         if not workers:
             raise EngineError("VT601", "no worker answered")
         return workers
+
+    def load(self, lock: Mapping[str, Any], lock_folder: Path, block_path: Path) -> None:
+        """Go on with another lock of the same structure: other scales, vectors, rows, arms and prompts.
+
+        Nothing is compiled or captured.  Raises EngineError (VT607) for a lock of another structure, another engine or
+        another model, and leaves the engine as it was.
+        """
+        try:
+            program = parse_program(lock, lock_folder)
+        except LockError as error:
+            raise EngineError("VT607", f"the lock cannot be served: {error}") from error
+        model, asked = (lock["model"], (lock.get("engine") or {}).get("vllm")), self._asked
+        if model != asked:
+            raise EngineError("VT607", "the lock is for another model or other arguments of vLLM; start another engine")
+        self._loads += 1
+        manifest = _manifest(lock, lock_folder, block_path, self._manifest.with_name(f"manifest-{self._loads}.json"))
+        for rank, answer in enumerate(self._call("vtaps_load", str(manifest))):
+            if answer:
+                raise EngineError("VT607", f"worker {rank}: {answer}")
+        self.program = program
 
     def _predicted(self, lock: Mapping[str, Any]) -> int:
         """Bytes of the device, for the largest batches that vLLM's defaults make where the lock gives none."""
@@ -316,6 +334,15 @@ class Engine:
             with suppress(Exception):  # the engine may be gone already
                 frontend.call("vtaps_close")
             frontend.close()
+
+
+def _manifest(lock: Mapping[str, Any], folder: Path, block: Path, path: Path) -> Path:
+    """Write what the workers read at start; returns the manifest's absolute path."""
+    path = path.resolve()
+    lock_path = path.with_name(path.name.replace("manifest", "lock"))
+    lock_path.write_text(json.dumps(lock), encoding="utf-8")
+    Manifest(block.resolve(), lock_path, folder.resolve()).write(path)
+    return path
 
 
 def _counted(rows: list[int]) -> str:

@@ -123,14 +123,9 @@ class Session:
         (and without it, everywhere) Python calls them.  Raises LockError, InstallError, BlockFault.
         """
         self.device = next(model.parameters()).device
+        self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        lens = None
-        if self.program.lens_norm is not None:
-            found = dict(model.named_modules()).get(self.program.lens_norm)
-            if found is None:
-                raise LockError("lens", f"the model has no module {self.program.lens_norm}")
-            lens = Lens(found, self._quietly(compute_logits))
-        self.harvest = Harvest(self.program, self.device, lens, self._probes(), self.boards.fit)
+        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.fit)
         self.at = [
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
@@ -143,6 +138,30 @@ class Session:
         self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
         self.installed = install(self.block, model, self._act_of)
         self.serve()
+
+    def load(self, manifest: Manifest) -> None:
+        """Go on with another lock and block of the same structure: other numbers, vectors, rows, arms.
+
+        Nothing is compiled or captured.  Raises LockError for another structure, or while requests are alive.
+        """
+        if self.table.alive or self.table.done:
+            raise LockError("lock", "requests of the one before are still alive")
+        new = Session(manifest)
+        if (new.program.structure, new.program.mode) != (self.program.structure, self.program.mode):
+            raise LockError("block.structure", "it is of another structure; start another engine")
+        self.boards.adopt(Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes))
+        self.neutral()
+        self.harvest.close()
+        self.manifest, self.program, self.block, self.table = manifest, new.program, new.block, new.table
+        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.fit)
+
+    def _lens(self) -> Lens | None:
+        if self.program.lens_norm is None:
+            return None
+        found = self._modules.get(self.program.lens_norm)
+        if found is None:
+            raise LockError("lens", f"the model has no module {self.program.lens_norm}")
+        return Lens(found, self._quietly(self._compute_logits))
 
     def serve(self) -> None:
         """Make this the session that the operations of this process look at."""

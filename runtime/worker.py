@@ -34,6 +34,20 @@ class WorkerExtension:
         except ProofError as error:
             return {"error": str(error)}
 
+    def vtaps_load(self, manifest: str) -> str:
+        """Go on with the lock and block of another manifest; returns why not, or nothing."""
+        from pathlib import Path
+
+        from vtaps.runtime.hooks import BlockFault
+        from vtaps.runtime.program import LockError
+        from vtaps.runtime.session import Manifest
+
+        try:
+            self.vtaps_session.load(Manifest.read(Path(manifest)))  # type: ignore[attr-defined]
+        except (LockError, BlockFault) as error:
+            return str(error)
+        return ""
+
     def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]], asker: int) -> Any:
         """Records of ``(key, child, generated tokens)``; the worker forgets them.
 

@@ -3,6 +3,7 @@
 # long because: one engine start serves every check in it
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
+
+from torch._dynamo.utils import counters  # noqa: E402
 
 from tests.engine.case import (  # noqa: E402
     HEAD_DIM,
@@ -25,7 +28,7 @@ from tests.engine.case import (  # noqa: E402
     use,
     write_case,
 )
-from vtaps.runtime.engine import Engine, RequestError, plain_engine  # noqa: E402
+from vtaps.runtime.engine import Engine, EngineError, RequestError, plain_engine  # noqa: E402
 from vtaps.runtime.kernels import ADD, SET  # noqa: E402
 from vtaps.runtime.records import Completion, Finished, Request  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
@@ -325,7 +328,9 @@ def test_a_mixed_batch_equals_one_at_a_time(engine: Engine) -> None:
             assert read.positions.tolist() == other.positions.tolist()
             for field, value in read.values.items():
                 if field != "ids":
-                    np.testing.assert_allclose(value, other.values[field], atol=2 * TOLERANCE, err_msg=f"{r.key} {where}")
+                    np.testing.assert_allclose(
+                        value, other.values[field], atol=2 * TOLERANCE, err_msg=f"{r.key} {where}"
+                    )
 
 
 def test_children_are_told_apart(engine: Engine, twin: Any) -> None:
@@ -418,6 +423,45 @@ def drive(frontend: Any, requests: Mapping[str, list[int]]) -> dict[str, Any]:
     return out
 
 
+def test_other_numbers_go_on_without_compiling(case: tuple[dict[str, Any], Path], engine: Engine, twin: Any) -> None:
+    lock, block = case
+    other = copy.deepcopy(lock)
+    other["vectors"]["r"]["random"]["seed"] = 5
+    other["arms"]["again"] = copy.deepcopy(other["arms"]["add"])
+    other["arms"]["again"]["points"][0]["edits"][0]["coefficient"] = -2.5
+    before = (engine.compiled(), copy.deepcopy(counters))
+    engine.load(other, block.parent, block)
+    try:
+        completion, ids = one(engine, "again")
+        pushed = -2.5 * torch.from_numpy(draw(5, 6.0, 1, 128))
+        prompt = len(PROMPTS["middle"])
+
+        def push(x: Any) -> Any:
+            x[prompt - 1 :] += pushed
+            return x
+
+        logits, seen = reference(twin, ids[:-1], {"resid_post[1]": push})
+        for site in STREAMS:
+            np.testing.assert_allclose(rows(completion, "stream", site), seen[site], atol=TOLERANCE)
+        assert completion.token_ids == tuple(logits[-NEW:].argmax(-1).tolist())
+    finally:
+        engine.load(lock, block.parent, block)
+    assert (engine.compiled(), counters) == before
+    completion, _ = one(engine, "add")
+    assert completion.record.fired
+
+
+def test_another_structure_is_another_engine(case: tuple[dict[str, Any], Path], engine: Engine) -> None:
+    lock, block = case
+    other = {**lock, "block": {**lock["block"], "structure": "sha256:" + "6" * 64}}
+    with pytest.raises(EngineError, match=r"VT607|two compilations"):
+        engine.load(other, block.parent, block)
+    with pytest.raises(EngineError, match="another model or other arguments"):
+        engine.load({**lock, "model": {**lock["model"], "dtype": "bfloat16"}}, block.parent, block)
+    completion, _ = one(engine, "look")
+    assert completion.record.reads
+
+
 NEIGHBOURS = {"a": "plain", "b": "add", "c": "plain", "d": "look", "e": "scale", "f": "plain"}
 
 
@@ -444,9 +488,7 @@ def test_the_proof_names_every_tap(case: tuple[dict[str, Any], Path], engine: En
     assert engine.report["async_scheduling"] == torch.cuda.is_available()
     if torch.cuda.is_available():
         passes = {mode: set(rows) for mode, rows in engine.proof["passes"].items()}
-        assert (
-            passes["NONE"] == {17} and passes["FULL"] == {1, 2, 4, 8} and passes["PIECEWISE"] == {1, 2, 4, 8, 16}
-        )
+        assert passes["NONE"] == {17} and passes["FULL"] == {1, 2, 4, 8} and passes["PIECEWISE"] == {1, 2, 4, 8, 16}
     else:
         assert engine.proof["passes"] == {"NONE": [1]}
 
