@@ -62,6 +62,8 @@ class Harvest:
         self._fit = fit
         self.lens = lens
         self._probes = {name: dict(sites) for name, sites in probes.items()}
+        # On the device once: an index from the host would wait for the device in every step.
+        self._ids = {name: torch.tensor(metric.ids, device=device) for name, metric in program.metrics.items()}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._open: list[Taken] = []
         self._waiting: dict[str, list[Taken]] = {}
@@ -154,7 +156,7 @@ class Harvest:
         for fill in fills:
             entry = self.program.metrics[fill.name]
             mine = torch.from_numpy(np.searchsorted(rows, fill.rows)).to(logits.device, non_blocking=True)
-            chosen = picked[mine][:, list(entry.ids)]
+            chosen = picked[mine].index_select(1, self._ids[fill.name])
             if entry.kind == "logprob":
                 if total is None:
                     total = torch.logsumexp(picked, dim=-1)

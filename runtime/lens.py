@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ class Lens:
     norm: nn.Module
     compute_logits: Callable[[Tensor], Tensor | None]
     rows_at_once: int = 0
+    chosen: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def read(self, rows: Tensor, *, top: int | None, ids: tuple[int, ...] | None) -> dict[str, Tensor]:
         """``rows`` ``[n, width]`` in the model's dtype → ``ids`` int32 and ``logits`` float32 ``[n, k]``, most
@@ -47,6 +48,8 @@ class Lens:
         if ids is None:
             values, chosen = torch.topk(logits, min(top or 1, logits.shape[-1]), dim=-1)
         else:
-            chosen = torch.tensor(ids, device=logits.device).expand(logits.shape[0], len(ids))
+            if ids not in self.chosen:
+                self.chosen[ids] = torch.tensor(ids, device=logits.device)
+            chosen = self.chosen[ids].expand(logits.shape[0], len(ids))
             values = logits.gather(-1, chosen)
         return chosen.to(torch.int32), values, torch.logsumexp(logits, dim=-1)
