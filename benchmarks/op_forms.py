@@ -3,8 +3,8 @@
     python -m benchmarks.op_forms --out FILE.json [--model FOLDER]
 
 Each form is served twice by vLLM with compilation and CUDA graphs as they come, the second time from the compile cache
-with the buffers elsewhere in memory.  For each start: decode tokens/s of one request, kernels in one forward, and whether
-the buffers hold what the model computed.  The first form is the one that vtaps uses.
+with the buffers elsewhere in memory.  For each start: decode tokens/s of one request, kernels in one forward, and
+whether the buffers hold what the model computed.  The first form is the one that vtaps uses.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LLAMA_1B = {
 def child(form: str, start: int, model: str) -> dict[str, Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[import-not-found,unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
     from torch import Tensor
     from vllm import LLM, SamplingParams
     from vllm.config import CompilationConfig  # noqa: F401
     from vllm.v1.worker.gpu_worker import Worker
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
     def keep(h, r, o, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         tl.store(o + at, (tl.load(h + at).to(tl.float32) + tl.load(r + at).to(tl.float32)).to(o.dtype.element_ty))

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -130,11 +130,11 @@ class Run:
         return row[f"fired.{edit}"], row[f"expected.{edit}"]
 
 
-def python(*arguments: str) -> None:
-    """Run this interpreter from the root of the project; a failure shows what it printed."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True
-    )
+def python(*arguments: str, **variables: str) -> None:
+    """Run this interpreter from the root of the project, with ``variables`` in its environment; a failure shows what
+    it printed."""
+    environment = {**os.environ, **ENVIRONMENT, **variables}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
@@ -155,28 +155,13 @@ def demo_model() -> Path:
     return folder
 
 
-def serve(folder: Path, *jobs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Run :mod:`tests.engine.serve` on these jobs; returns its answers."""
+def serve(folder: Path, *jobs: Mapping[str, Any], **variables: str) -> list[dict[str, Any]]:
+    """Run :mod:`tests.engine.serve` on these jobs, with ``variables`` in its environment; returns its answers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    python("-m", "tests.engine.serve", str(folder))
+    python("-m", "tests.engine.serve", str(folder), **variables)
     answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     return answers
-
-
-def requests_of(rows: Iterable[Mapping[str, Any]], lock: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The requests of a run for :func:`serve`, in its order."""
-    return [
-        {
-            "key": row["request"],
-            "arm": row["arm"],
-            "point": int(row["request"].rpartition("/")[2]),
-            "ids": row["prompt_token_ids"],
-            "sampling": lock["arms"][row["arm"]]["sampling"],
-        }
-        for row in rows
-        if row["completion"] == 0
-    ]
 
 
 def largest(found: Any, wanted: Any) -> float:
@@ -196,4 +181,5 @@ def rounding(reached: Floats) -> Floats:
     is up to 1e-3 from itself in float64. The first row is an attention sink of 25,000, where float32 itself is
     spaced by 2e-3.
     """
-    return np.maximum(np.float32(5e-3), np.float32(1e-5) * reached)
+    out: Floats = np.maximum(np.float32(5e-3), np.float32(1e-5) * reached)
+    return out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,20 @@ import pytest
 from safetensors.numpy import save_file
 
 from examples.demo_model import CONTINUATION, PROMPT
-from tests.engine.runs import CONTINUED, Run, demo_model, largest, python, requests_of, rounding, run_spec, serve
+from tests.engine.runs import CONTINUED, demo_model, largest, python, rounding, serve
 from tests.models import tiny
 
 pytestmark = pytest.mark.engine
 
 SITES = ("resid_post[0]", "resid_post[11]", "resid_post[20]", "resid_post[29]")
 ARMS = ("base", "steered", "ablated", "patched")
+COMPILED = 1e-4
+"""Largest difference of a log probability between plain compiled vLLM and the taps engine with nobody edited."""
 
 SPEC = """
 vtaps: 1
 model: {path: MODEL, dtype: float32}
-engine: {vllm: {max_model_len: 256, SCHEDULER}}
+engine: {mode: MODE, vllm: {max_model_len: 256, SCHEDULER}}
 vectors:
   push: {file: push.safetensors, tensor: "layer_{layer}"}
 reads:
@@ -65,105 +69,180 @@ PROMPTS = [
 ]
 
 
+SHARED = "max_num_seqs: 64, max_num_batched_tokens: 512"
+CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "enable_chunked_prefill": True}
+
+FIELDS = {"stream": "rows", "heads": "rows", "top": "logsumexp", "mean": "mean"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the engines of one mode gave.
+
+    Keys are ``STAGE/ARM/PROMPT``. The stages: ``batch``, sixteen prompts × four arms, all alive at once; ``nobody``,
+    the same batch with every request on the arm without edits; ``alone``, those of four prompts one after another;
+    ``chunked``, the batch at sixteen tokens a step. ``plain`` is vLLM without vtaps, serving the batch.
+    """
+
+    mode: str
+    answers: dict[str, Any]
+    plain: dict[str, Any]
+    reads: dict[str, Any]
+
+    def read(self, stage: str, arm: str, prompt: str, read: str, site: str) -> tuple[list[int], Any]:
+        key = f"{stage}/{arm}/{prompt} {read} {site}"
+        return self.reads[f"{key} positions"].tolist(), self.reads[f"{key} {FIELDS[read]}"]
+
+
+ALONE = (0, 3, 4, 8)
+"""Four of the prompts, the longest among them."""
+
+
+def requests(stage: str, prompts: Sequence[Sequence[int]], lock: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "key": f"{stage}/{arm}/{number}",
+            "arm": "base" if stage == "nobody" else arm,
+            "point": 0,
+            "ids": ids,
+            "sampling": lock["arms"][arm]["sampling"],
+        }
+        for arm in ARMS
+        for number, ids in enumerate(prompts)
+        if stage != "alone" or number in ALONE
+    ]
+
+
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    def run(name: str, scheduler: str = "max_num_seqs: 64") -> Run:
-        folder = tmp_path_factory.mktemp(name)
+def prompts() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model())
+    return [tokenizer(text)["input_ids"] for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def modes(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    """The engines of a mode are started once, when they are asked for."""
+
+    @functools.cache
+    def serving(mode: str) -> Served:
+        folder = tmp_path_factory.mktemp(mode)
         push = np.random.default_rng(1).standard_normal((30, 576)).astype(np.float32)
         push /= np.linalg.norm(push, axis=1, keepdims=True)
         save_file({f"layer_{i}": push[i] for i in range(30)}, folder / "push.safetensors")
-        prompts = json.dumps([{"id": str(i), "text": text} for i, text in enumerate(PROMPTS)])
-        text = SPEC.replace("MODEL", str(demo_model())).replace("SCHEDULER", scheduler).replace("PROMPTS", prompts)
-        return run_spec(text, folder)
+        texts = json.dumps([{"id": str(i), "text": text} for i, text in enumerate(PROMPTS)])
+        spec = SPEC.replace("MODEL", str(demo_model())).replace("MODE", mode).replace("SCHEDULER", SHARED)
+        (folder / "spec.yaml").write_text(spec.replace("PROMPTS", texts), encoding="utf-8")
+        python("-m", "vtaps", "compile", str(folder / "spec.yaml"))
+        lock = json.loads((folder / "spec.lock.json").read_text(encoding="utf-8"))
+        small = json.loads(json.dumps(lock))
+        small["engine"]["vllm"].update(CHUNKED)
+        of = {stage: requests(stage, prompts, lock) for stage in ("batch", "nobody", "alone", "chunked")}
+        base = {"lock": lock, "base": str(folder), "block": str(folder / "spec.block.py")}
+        demo = {"key": "demo", "ids": prompts[0], "sampling": {"temperature": 0, "max_tokens": 16}}
+        shared, chunked, plain = serve(
+            folder,
+            {**base, "requests": of["batch"], "then": of["nobody"], "alone": of["alone"]},
+            {**base, "lock": small, "requests": of["chunked"]},
+            {"lock": lock, "base": str(folder), "requests": of["batch"], "then": [demo]},
+        )
+        for number in (0, 1):
+            assert json.loads((folder / f"engine-{number}.json").read_text())["report"]["mode"] == mode
+        reads = [dict(np.load(folder / f"reads-{number}.npz")) for number in (0, 1)]
+        return Served(mode, {**shared, **chunked}, plain, {**reads[0], **reads[1]})
 
-    return run
+    return serving
 
 
-@pytest.fixture(scope="module")
-def batch(serving: Callable[..., Run]) -> Run:
-    """Sixteen prompts × four arms, all alive at once."""
-    run = serving("batch")
-    assert len(run.rows) == 64
-    return run
+@pytest.fixture(scope="module", params=["eager", "taps"])
+def served(request: pytest.FixtureRequest, modes: Callable[[str], Served]) -> Served:
+    return modes(request.param)
 
 
-def assert_same(run: Run, other: Run) -> None:
-    """The same tokens, and the same reads up to float32's rounding."""
+def assert_same(
+    one: Served, stage: str, other: Served, other_stage: str, prompts: list[list[int]], some: Sequence[int] = ()
+) -> None:
+    """The same tokens, and the same reads up to float32's rounding, of all prompts or of some."""
     for arm in ARMS:
-        theirs = other.cases(arm)
-        for prompt, case in run.cases(arm).items():
-            assert theirs[prompt].ids == case.ids, (arm, prompt)
-            reached = np.zeros(case.rows, np.float32)
+        for number in some or range(len(prompts)):
+            ids, prompt = prompts[number], str(number)
+            found, wanted = one.answers[f"{stage}/{arm}/{prompt}"], other.answers[f"{other_stage}/{arm}/{prompt}"]
+            assert found["token_ids"] == wanted["token_ids"], (arm, prompt)
+            assert found["fired"] == wanted["fired"], (arm, prompt)
+            rows = list(range(len(ids) + len(found["token_ids"]) - 1))
+            reached = np.zeros(len(rows), np.float32)
+
+            def both(read: str, site: str, arm: str = arm, prompt: str = prompt) -> tuple[Any, Any]:
+                positions, values = one.read(stage, arm, prompt, read, site)
+                other_positions, other_values = other.read(other_stage, arm, prompt, read, site)
+                assert positions == other_positions
+                return values, other_values
+
             for site in SITES:
-                positions, rows = run.read("stream", case, site)
-                assert positions == list(range(case.rows)) == other.read("stream", theirs[prompt], site)[0]
-                reached = np.maximum(reached, np.abs(rows).max(-1))
-                off = np.abs(rows - other.read("stream", theirs[prompt], site)[1]).max(-1)
+                values, others = both("stream", site)
+                assert one.read(stage, arm, prompt, "stream", site)[0] == rows
+                reached = np.maximum(reached, np.abs(values).max(-1))
+                off = np.abs(values - others).max(-1)
                 assert (off < rounding(reached)).all(), (arm, prompt, site, off.max())
-            heads = [r.read("heads", c, "z[15]")[1] for r, c in ((run, case), (other, theirs[prompt]))]
-            assert largest(*heads) < 1e-3
-            sums = [r.read("top", c, SITES[2], "logsumexp")[1] for r, c in ((run, case), (other, theirs[prompt]))]
-            assert largest(*sums) < 1e-3
-            means = [r.read("mean", c, SITES[2], "mean")[1] for r, c in ((run, case), (other, theirs[prompt]))]
-            assert largest(*means) < rounding(reached).max()
+            assert largest(*both("heads", "z[15]")) < 1e-3
+            assert largest(*both("top", SITES[2])) < 1e-3
+            assert largest(*both("mean", SITES[2])) < rounding(reached).max()
 
 
-def test_one_at_a_time(serving: Callable[..., Run], batch: Run) -> None:
-    assert_same(batch, serving("alone", "max_num_seqs: 1"))
+def test_one_at_a_time(served: Served, prompts: list[list[int]]) -> None:
+    assert max(map(len, prompts)) == len(prompts[ALONE[2]])
+    assert_same(served, "batch", served, "alone", prompts, ALONE)
 
 
-def test_chunked_prefill(serving: Callable[..., Run], batch: Run) -> None:
-    """Prompts of up to 25 tokens arrive sixteen rows a step, beside rows that are generated."""
-    assert max(case.prompt for case in batch.cases("base").values()) > 16
-    chunked = "max_num_batched_tokens: 16, max_num_seqs: 16, enable_chunked_prefill: true"
-    assert_same(batch, serving("chunked", chunked))
+def test_chunked_prefill(served: Served, prompts: list[list[int]]) -> None:
+    """Prompts of up to 27 tokens arrive sixteen rows a step, beside rows that are generated."""
+    assert max(map(len, prompts)) > 16
+    assert_same(served, "batch", served, "chunked", prompts)
 
 
-@pytest.fixture(scope="module")
-def others(batch: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """The same batch on plain vLLM, and on the same block with nobody edited: two answers, and the latter's reads.
-    Plain vLLM then continues the demo's prompt."""
-    folder = tmp_path_factory.mktemp("others")
-    plain = {"lock": batch.lock, "base": str(batch.result.path.parent), "requests": requests_of(batch.rows, batch.lock)}
-    lock = json.loads(json.dumps(batch.lock))
-    for arm in lock["arms"].values():
-        for point in arm["points"]:
-            point["edits"] = []
-    block = {**plain, "lock": lock, "block": str(batch.result.path / lock["block"]["file"])}
-    ids = batch.cases("base")["0"]
-    demo = {"key": "demo", "ids": ids.ids[: ids.prompt], "sampling": {"temperature": 0, "max_tokens": 16}}
-    answers = serve(folder, {**plain, "then": [demo]}, block)
-    return answers[0], answers[1], np.load(folder / "reads-1.npz")
+def test_taps_equal_eager(modes: Callable[[str], Served], prompts: list[list[int]]) -> None:
+    """The same requests through both engines: the same tokens, streams apart by rounding."""
+    assert_same(modes("taps"), "batch", modes("eager"), "batch", prompts)
 
 
-def test_plain_vllm_continues_the_demo_s_prompt_as_vtaps_does(others: tuple[Any, Any, Any]) -> None:
+def test_plain_vllm_continues_the_demo_s_prompt_as_vtaps_does(served: Served) -> None:
     """The other side of test_smollm2.py's first test."""
     assert PROMPTS[0] == PROMPT
-    assert others[0]["demo"]["text"] == CONTINUATION and others[0]["demo"]["token_ids"] == list(CONTINUED)
+    assert served.plain["demo"]["text"] == CONTINUATION and served.plain["demo"]["token_ids"] == list(CONTINUED)
 
 
-def test_unedited_requests_are_bit_identical_to_plain_vllm(batch: Run, others: tuple[Any, Any, Any]) -> None:
-    plain, unedited, _ = others
+def test_unedited_requests_are_those_of_plain_vllm(served: Served) -> None:
+    """On one schedule. On the eager engine they are the same bits; a compiler fuses around a tap differently, so that
+    there the tokens are the same and log probabilities are apart by rounding."""
     changed = 0
-    for row in batch.rows:
-        case, told = batch.case(row), plain[row["request"]]
-        if row["arm"] == "base":
-            assert list(case.generated) == told["token_ids"] and case.text == told["text"]
-            assert bits(case.logprobs) == bits(told["logprobs"])
-        else:
-            changed += bits(case.logprobs) != bits(told["logprobs"])
-        # With nobody edited every request is plain vLLM's, whatever is read of it.
-        assert unedited[row["request"]]["token_ids"] == told["token_ids"]
-        assert bits(unedited[row["request"]]["logprobs"]) == bits(told["logprobs"])
+    for key, wanted in served.plain.items():
+        if key == "demo":
+            continue
+        arm, nobody = key.split("/")[1], served.answers[key.replace("batch", "nobody")]
+        found = [nobody, served.answers[key]] if arm == "base" else [nobody]
+        for told in found:
+            assert told["token_ids"] == wanted["token_ids"] and told["text"] == wanted["text"]
+            if served.mode == "eager":
+                assert bits(told["logprobs"]) == bits(wanted["logprobs"])
+            else:
+                assert largest(told["logprobs"], wanted["logprobs"]) < COMPILED
+        if arm != "base":
+            assert nobody["fired"] == {} and served.answers[key]["fired"] != {}
+            changed += largest(served.answers[key]["logprobs"][:1], wanted["logprobs"][:1]) > COMPILED
     assert changed == 48, "an edited request went out as plain vLLM would have served it"
 
 
-def test_reads_do_not_depend_on_edited_neighbours(batch: Run, others: tuple[Any, Any, Any]) -> None:
-    reads = others[2]
-    for prompt, case in batch.cases("base").items():
+def test_edited_neighbours_change_no_bit(served: Served, prompts: list[list[int]]) -> None:
+    """Requests without edits, on one schedule: their tokens, log probabilities and reads are those of the batch in
+    which nobody is edited."""
+    for number in range(len(prompts)):
+        found, wanted = (served.answers[f"{stage}/base/{number}"] for stage in ("batch", "nobody"))
+        assert found["token_ids"] == wanted["token_ids"]
+        assert bits(found["logprobs"]) == bits(wanted["logprobs"])
         for read, site in (*(("stream", site) for site in SITES), ("heads", "z[15]")):
-            kept = reads[f"{case.request} {read} {site}"]
-            assert bits(batch.read(read, case, site)[1]) == bits(kept), (prompt, site)
+            kept = [served.read(stage, "base", str(number), read, site)[1] for stage in ("batch", "nobody")]
+            assert bits(kept[0]) == bits(kept[1]), (number, site)
 
 
 def bits(values: Any) -> bytes:
@@ -175,7 +254,7 @@ def bits(values: Any) -> bytes:
 GATED = """
 vtaps: 1
 model: {path: MODEL, dtype: float32}
-engine: {vllm: {max_model_len: 128}}
+engine: {mode: MODE, vllm: {max_model_len: 128, max_num_batched_tokens: 256}}
 vectors:
   bad: {random: {seed: 1}}
 reads:
@@ -196,27 +275,29 @@ sampling: {temperature: 0, max_tokens: 8, ignore_eos: true, logprobs: 1}
 """
 
 
-def test_a_row_that_is_not_selected_is_not_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["eager", "taps"])
+def test_a_row_that_is_not_selected_is_not_computed(mode: str, tmp_path: Path) -> None:
     """NaN in the vectors of a poisoned neighbour, of an edit whose rows never come, and of one scaled by zero."""
-    (tmp_path / "gated.yaml").write_text(GATED.replace("MODEL", str(tiny("llama"))), encoding="utf-8")
+    spec = GATED.replace("MODEL", str(tiny("llama"))).replace("MODE", mode)
+    (tmp_path / "gated.yaml").write_text(spec, encoding="utf-8")
     python("-m", "vtaps", "compile", str(tmp_path / "gated.yaml"))
     lock = json.loads((tmp_path / "gated.lock.json").read_text(encoding="utf-8"))
     lock["edits"]["never"]["tokens"] = {"rows": "all", "steps": [[500, 500]]}  # `check` refuses a selector of no rows
-    requests = [
+    asked = [
         {"key": f"{arm} {number}", "arm": arm, "point": 0, "ids": ids, "sampling": lock["arms"][arm]["sampling"]}
         for number, ids in enumerate([[40, 75, 222], [17, 98, 113, 201, 9], [60], [33, 71]])
         for arm in ("base", "poisoned", "late", "off")
     ]
     block = str(tmp_path / "gated.block.py")
-    job = {"lock": lock, "base": str(tmp_path), "block": block, "requests": requests}
+    job = {"lock": lock, "base": str(tmp_path), "block": block, "requests": asked}
     finite, nan = serve(tmp_path, job, {**job, "nan": ["bad"]})
     reads = [np.load(tmp_path / f"reads-{number}.npz") for number in (0, 1)]
-    for request in requests:
+    for request in asked:
         key = request["key"]
         one, other = finite[key], nan[key]
-        streams = [[bits(r[f"{key} stream resid_post[{i}]"]) for i in range(4)] for r in reads]
+        streams = [[bits(r[f"{key} stream resid_post[{i}] rows"]) for i in range(4)] for r in reads]
         if request["arm"] == "poisoned":
-            assert np.isnan(reads[1][f"{key} stream resid_post[3]"]).any(), (
+            assert np.isnan(reads[1][f"{key} stream resid_post[3] rows"]).any(), (
                 "the vector was not NaN: this proves nothing"
             )
             assert other["fired"] == {"first": [[0, 1]]}

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 SPEC = """vtaps: 1
 model: {path: MODEL, dtype: float32}
-engine: {vllm: {max_model_len: 256, max_num_seqs: 4}}
+engine: {mode: MODE, vllm: {max_model_len: 256, max_num_seqs: 4, max_num_batched_tokens: 256}}
 vectors:
   push: {random: {seed: 1, norm: 4}}
 reads:
@@ -40,8 +40,13 @@ PROMPTS = 24
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "spec.yaml").write_text(SPEC.replace("MODEL", str(tiny("llama"))))
+def mode() -> str:
+    return "eager"
+
+
+@pytest.fixture
+def folder(mode: str, tmp_path: Path) -> Path:
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("MODEL", str(tiny("llama"))).replace("MODE", mode))
     lines = [f'{{"text": "prompt number {i} is {"long " * (i % 5)}", "level": {i}}}\n' for i in range(PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     return tmp_path
@@ -105,7 +110,7 @@ def test_run_show_refuse_overwrite(folder: Path) -> None:
     assert content(folder / "run") == before
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(("how", "mode"), [(signal.SIGKILL, "taps"), (signal.SIGINT, "eager")])
 def test_an_interrupted_run_resumes_to_the_same_files(how: signal.Signals, folder: Path) -> None:
     done(command(folder, "run", "spec.yaml", "--out", "whole", "--quiet"))
     process = command(folder, "run", "spec.yaml", "--out", "cut", "--quiet")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.case import LAYERS, arm, request, tiny_llama, write_case
+from vtaps.runtime import hooks, session
 from vtaps.runtime.engine import Engine, EngineError
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.reporters import render
@@ -27,8 +28,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def start(folder: Path, model: Path, *, in_process: bool = True, broken: str = "", **vllm: Any) -> Engine:
-    lock, block = write_case(folder, model, reads=READS, arms={"look": arm(reads=["stream"])}, vllm=vllm, broken=broken)
+def start(
+    folder: Path,
+    model: Path,
+    *,
+    in_process: bool = True,
+    broken: str = "",
+    mode: str = "eager",
+    tap_memory: int | None = None,
+    **vllm: Any,
+) -> Engine:
+    lock, block = write_case(
+        folder, model, reads=READS, arms={"look": arm(reads=["stream"])}, vllm=vllm, broken=broken, mode=mode
+    )
+    lock["engine"]["tap_memory"] = tap_memory
     return Engine(lock, folder, block, folder / "manifest", in_process=in_process)
 
 
@@ -39,10 +52,34 @@ def no_plugin(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
     start(folder, model, in_process=False)
 
 
+def unknown(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+    """A request that the worker would refuse: its arm has no such sweep point."""
+    with start(folder, model) as engine:
+        list(engine.run([request("france", "look", [5, 6], point=3)], lambda _: GREEDY))
+
+
 def fault(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
     """A statement of the block that raises, with the line of the spec behind it."""
-    with start(folder, model, broken="resid_post[1]") as engine:
-        list(engine.run([request("france", "look", [5, 6])], lambda _: GREEDY))
+    start(folder, model, broken="resid_post[1]")
+
+
+def memory(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+    """A lock whose slots do not fit what it allows: `check` refuses the spec, a lock may be made by hand."""
+    start(folder, model, mode="taps", tap_memory=1 << 20, max_num_batched_tokens=2048)
+
+
+def silent(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+    """A model that does not call a tapped module's forward: here it goes past the wrapper around it."""
+    install = hooks.install
+
+    def past_one(block: Any, tapped: Any, act_of: Any) -> tuple[str, ...]:
+        names = install(block, tapped, act_of)
+        layer = tapped.get_submodule("model.layers.1")
+        layer.forward = type(layer).forward.__get__(layer)
+        return names
+
+    patch.setattr(session, "install", past_one)
+    start(folder, model, mode="taps", max_num_batched_tokens=64)
 
 
 def twice(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
@@ -58,9 +95,12 @@ def too_long(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
 
 CAUSES: dict[str, Cause] = {
     "VT601-plugin": no_plugin,
-    "VT603-fault": fault,
+    "VT603-point": unknown,
     "VT606-twice": twice,
+    "VT607-fault": fault,
     "VT607-length": too_long,
+    "VT607-memory": memory,
+    "VT608-silent": silent,
 }
 
 

@@ -1,4 +1,4 @@
-"""The eager engine where vLLM makes it hard: chunked prefill, preemption, another process, faults, bad starts."""
+"""Both engines where vLLM makes it hard: chunked prefill, preemption, another process, faults, bad starts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from vtaps.spec.vectors import draw  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
+MODES = ("eager", "taps")
 STREAMS = [f"resid_post[{i}]" for i in range(LAYERS)]
 MID = "resid_post[1]"
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +93,7 @@ def hold_against_hugging_face(finished: Any, twin: Any) -> None:
         assert completion.record.fired == ({"add": ((first, len(ids)),)} if f.request.arm == "add" else {})
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("vllm", "prompts", "new"),
     [
@@ -102,8 +104,10 @@ def hold_against_hugging_face(finished: Any, twin: Any) -> None:
     ],
     ids=["chunked prefill", "preemption"],
 )
-def test_regimes(vllm: dict[str, Any], prompts: tuple[int, ...], new: int, model: Path, tmp_path: Path) -> None:
-    lock, block = small_case(tmp_path, model, vllm=vllm)
+def test_regimes(
+    vllm: dict[str, Any], prompts: tuple[int, ...], new: int, mode: str, model: Path, tmp_path: Path
+) -> None:
+    lock, block = small_case(tmp_path, model, vllm=vllm, mode=mode)
     rng = np.random.default_rng(0)
     arms = ["look", "add", "forced"]
     requests = [request(f"r{i}", arms[i % 3], rng.integers(4, 260, size).tolist()) for i, size in enumerate(prompts)]
@@ -112,13 +116,13 @@ def test_regimes(vllm: dict[str, Any], prompts: tuple[int, ...], new: int, model
 
         def watch(worker: Any) -> None:
             table = worker.vtaps_session.table
-            original = table.plan
+            original = table.step
 
-            def plan(batch: Any) -> Any:
-                repeated.extend(s.start for s in batch)
-                return original(batch)
+            def step(ids: Any, starts: Any, counts: Any, batch: Any) -> Any:
+                repeated.extend(starts.tolist())
+                return original(ids, starts, counts, batch)
 
-            table.plan = plan
+            table.step = step
 
         engine._frontend.llm.collective_rpc(watch)
         finished = by_key(list(engine.run(requests, lambda _: {
@@ -145,11 +149,12 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
 
 
-def test_in_a_process_of_its_own(model: Path, tmp_path: Path, plugin: None) -> None:
-    lock, block = small_case(tmp_path, model)
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_process_of_its_own(mode: str, model: Path, tmp_path: Path, plugin: None) -> None:
+    lock, block = small_case(tmp_path, model, mode=mode)
     requests = [request(a, a, [9, 8, 7, 6]) for a in ("look", "add", "forced")]
     with Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=False) as engine:
-        assert engine.report["in_process"] is False
+        assert engine.report["in_process"] is False and engine.report["mode"] == mode
         finished = by_key(list(engine.run(requests, lambda _: {
             "temperature": 0, "max_tokens": 6, "ignore_eos": True,
         })))  # fmt: skip
@@ -160,17 +165,17 @@ def test_in_a_process_of_its_own(model: Path, tmp_path: Path, plugin: None) -> N
     assert [c.index for c in n2[0].completions] == [0, 1]
 
 
-@pytest.mark.parametrize("in_process", [True, False], ids=["in process", "own process"])
-def test_a_fault_in_the_block_names_both_lines(model: Path, tmp_path: Path, in_process: bool, plugin: None) -> None:
-    lock, block = small_case(tmp_path, model, broken=MID)
+@pytest.mark.parametrize(("in_process", "mode"), [(True, "eager"), (True, "taps"), (False, "taps")])
+def test_a_fault_in_the_block_names_both_lines(
+    in_process: bool, mode: str, model: Path, tmp_path: Path, plugin: None
+) -> None:
+    """What the block's statements are is asked once, when it is put into the model: nothing is served."""
+    lock, block = small_case(tmp_path, model, broken=MID, mode=mode)
     source = block.read_text().splitlines()
     line = next(i for i, text in enumerate(source, 1) if "t.nothing()" in text)
-    with (
-        Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=in_process) as engine,
-        pytest.raises(EngineError) as caught,
-    ):
-        list(engine.run([request("x", "look", [5, 6])], lambda _: {"temperature": 0, "max_tokens": 2}))
-    assert caught.value.code == "VT603"
+    with pytest.raises(EngineError) as caught:
+        Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=in_process)
+    assert caught.value.code == "VT607"
     assert f"case.block.py:{line} (case.yaml reads.broken), at {MID}: AttributeError" in caught.value.message
     assert "\n" not in caught.value.message
 
@@ -187,6 +192,7 @@ def test_a_fault_in_the_block_names_both_lines(model: Path, tmp_path: Path, in_p
         ("module", "VT607", "resid_post[1]: the model has no module model.layers.9"),
         ("input", "VT607", "z[1]: model.layers.1.self_attn.o_proj has no input x; it has input_"),
         ("width", "VT607", "vectors.r: r.npy is 3 wide; 128 is needed here (used at resid_post[1])"),
+        ("memory", "VT607", "bytes for 8 requests and 512 tokens a step, and 1048576 are allowed"),
     ],
 )
 def test_a_bad_start_says_why(spoil: str, code: str, says: str, model: Path, tmp_path: Path) -> None:
@@ -203,6 +209,9 @@ def test_a_bad_start_says_why(spoil: str, code: str, says: str, model: Path, tmp
         block.write_text(block.read_text() + "# changed\n")
     elif spoil == "structure":
         lock["block"]["structure"] = "sha256:other"
+    elif spoil == "memory":
+        lock, block = small_case(tmp_path, model, mode="taps", vllm={"max_num_batched_tokens": 512})
+        lock["engine"]["tap_memory"] = 1 << 20
     elif spoil == "width":
         np.save(tmp_path / "r.npy", np.ones(3, np.float32))
         lock["vectors"]["r"] = {"file": "r.npy"}
@@ -222,15 +231,3 @@ def test_a_bad_start_says_why(spoil: str, code: str, says: str, model: Path, tmp
         Engine(lock, tmp_path, block, tmp_path / "manifest")
     assert caught.value.code == code
     assert says in caught.value.message and "\n" not in caught.value.message
-
-
-def test_a_worker_without_the_block_is_an_error(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin: None
-) -> None:
-    """A plug-in that is not allowed to load leaves a worker that would serve, quickly and wrongly."""
-    lock, block = small_case(tmp_path, model)
-    monkeypatch.setenv("VLLM_PLUGINS", "none")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    with pytest.raises(EngineError, match="runs without the block") as caught:
-        Engine(lock, tmp_path, block, tmp_path / "manifest", in_process=False)
-    assert caught.value.code == "VT601"

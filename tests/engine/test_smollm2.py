@@ -1,8 +1,9 @@
 """A real model in float32, served by the command line, against a Hugging Face forward and numpy in float64."""
 
-# long because: one engine start serves every check in it
+# long because: one engine start of each mode serves every check in it
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ from tests.engine.twin import Change, Edit, Seen, Twin
 pytestmark = pytest.mark.engine
 
 LAYERS, WIDTH, HEAD_DIM = 30, 576, 64
-BOUND = 2e-3
-"""Largest difference from Hugging Face of a prompt's streams, which reach about 650 on all rows but the first."""
+BOUND = {"eager": 2e-3, "taps": 3e-3}
+"""Largest difference from Hugging Face of a prompt's streams, which reach about 650 on all rows but the first. A
+compiled model sums in another order: there it is 2.1e-3."""
 
 IS_CITY = {" Paris": 7042, " London": 4528, "<": 28}
 THINK = (2959, 549, 1510)
@@ -62,13 +64,26 @@ def vectors() -> Vectors:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Run:
-    folder = tmp_path_factory.mktemp("smollm2")
-    save_file({f"layer_{i}": vectors.push[i] for i in range(LAYERS)}, folder / "push.safetensors")
-    np.save(folder / "flat.npy", vectors.flat)
-    np.save(folder / "narrow.npy", vectors.narrow)
-    text = (Path(__file__).parent / "smollm2.yaml").read_text(encoding="utf-8")
-    return run_spec(text.replace("MODEL,", f"{demo_model()},"), folder)
+def runs(tmp_path_factory: pytest.TempPathFactory, vectors: Vectors) -> Callable[[str], Run]:
+    """The run of each engine mode, served once, when it is asked for."""
+
+    @functools.cache
+    def serving(mode: str) -> Run:
+        folder = tmp_path_factory.mktemp(f"smollm2-{mode}")
+        save_file({f"layer_{i}": vectors.push[i] for i in range(LAYERS)}, folder / "push.safetensors")
+        np.save(folder / "flat.npy", vectors.flat)
+        np.save(folder / "narrow.npy", vectors.narrow)
+        text = (Path(__file__).parent / "smollm2.yaml").read_text(encoding="utf-8")
+        run = run_spec(text.replace("MODEL,", f"{demo_model()},").replace("mode: MODE", f"mode: {mode}"), folder)
+        assert {site["mode"] for site in run.lock["sites"].values()} == {"recorded" if mode == "taps" else mode}
+        return run
+
+    return serving
+
+
+@pytest.fixture(scope="module", params=["eager", "taps"])
+def run(request: pytest.FixtureRequest, runs: Callable[[str], Run]) -> Run:
+    return runs(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +136,39 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(demo_model())
 
 
+# The two engines
+
+
+def test_taps_equal_eager(runs: Callable[[str], Run]) -> None:
+    """Every request: the same tokens, and every row of the reads within 2e-5 of the largest value in it."""
+    eager, taps = runs("eager"), runs("taps")
+    worst = 0.0
+    for row, other in zip(eager.rows, taps.rows, strict=True):
+        one, two = eager.case(row), taps.case(other)
+        assert (one.request, one.completion) == (two.request, two.completion)
+        assert one.ids == two.ids and one.text == two.text
+        if "logprobs" in eager.lock["arms"][row["arm"]]["sampling"]:
+            assert largest(one.logprobs, two.logprobs) < 1e-3
+        for name in eager.lock["arms"][row["arm"]]["reads"]:
+            for site in eager.sites(name):
+                field = {"lens": "logsumexp", "mean": "mean"}.get(eager.lock["reads"][name]["kind"])
+                (positions, a), (others, b) = eager.read(name, one, site, field), taps.read(name, two, site, field)
+                assert positions == others
+                # A dot product of long vectors cancels: test_means_norms_and_projections bounds it by their lengths.
+                if len(positions) and name != "dots":
+                    scale = np.maximum(np.abs(a).max(-1) if a.ndim > 1 else np.abs(a), 1)
+                    off = np.abs(a.astype(np.float64) - b)
+                    worst = max(worst, float(((off.max(-1) if a.ndim > 1 else off) / scale).max()))
+    assert 0 < worst < 2e-5, worst
+
+
 # Reads of rows
 
 
 @pytest.mark.parametrize("read", ["pre", "middle", "stream"])
 def test_streams_of_all_layers_and_rows(run: Run, base: dict[str, tuple[Case, Seen]], read: str) -> None:
     alias = {"pre": "resid_pre", "middle": "resid_mid", "stream": "resid_post"}[read]
+    bound = BOUND[run.lock["engine"]["mode"]]
     for case, seen in base.values():
         for layer in range(LAYERS):
             # resid_pre[i] is resid_post[i-1], resid_pre[0] is the embedding: one tensor, one name in the results.
@@ -137,7 +179,7 @@ def test_streams_of_all_layers_and_rows(run: Run, base: dict[str, tuple[Case, Se
             assert positions == list(range(case.rows))
             assert_near(found, seen, f"{alias}[{layer}]")
             inner = slice(1, case.prompt)
-            assert largest(found[inner], seen.values[f"{alias}[{layer}]"][inner]) < BOUND, site
+            assert largest(found[inner], seen.values[f"{alias}[{layer}]"][inner]) < bound, site
             # Hugging Face's own list: its last entry is normed, so that the last layer has none.
             index = layer + (read == "stream")
             if read != "middle" and index < LAYERS:

@@ -1,12 +1,14 @@
 """Tiny random models in float32 against Hugging Face: every verb at every kind of place, first to last layer.
 
-One engine a family serves it all. Each edit stands alone in its request, at one place, on rows that are not all
-neighbours, so that a wrong row, column, layer or half of a residual shows in every later layer and in the tokens.
+One engine a family and mode serves it all. Each edit stands alone in its request, at one place, on rows that are not
+all neighbours, so that a wrong row, column, layer or half of a residual shows in every later layer and in the tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from tests.engine.twin import Change, Edit, Twin
 from tests.models import tiny
 
 pytestmark = pytest.mark.engine
+
+FAMILIES = {"llama": ("eager", "taps"), "qwen3": ("eager",), "gemma2": ("eager", "taps"), "gpt2": ("eager", "taps")}
+"""The modes of each: what Qwen3 adds for the taps engine, a norm of queries and keys, is no place of another kind."""
 
 LAYERS, WIDTH, HEAD_DIM = 4, 128, 32
 EDITED_LAYERS = (0, 2, 3)
@@ -138,7 +143,7 @@ def trials(family: str, verb: str | None = None) -> list[Trial]:
     return [t for t in found if verb in (None, t.verb)]
 
 
-def spec_of(family: str, folder: Path) -> str:
+def spec_of(family: str, mode: str, folder: Path) -> str:
     """The arm ``base`` reads everything; every trial is an arm of its own. JSON is YAML."""
     file = "vectors.safetensors"
     tensors = {f"w{w}_{i}": vector_of(w, i) for w in (64, 128, 256) for i in range(LAYERS)}
@@ -160,7 +165,7 @@ def spec_of(family: str, folder: Path) -> str:
         {
             "vtaps": 1,
             "model": {"path": str(tiny(family)), "dtype": "float32"},
-            "engine": {"vllm": {"max_model_len": 128}},
+            "engine": {"mode": mode, "vllm": {"max_model_len": 128, "max_num_batched_tokens": 256}},
             "vectors": {
                 t.vector: {"file": file, "tensor": "ends" if t.vector == "ends" else f"{t.vector}_{{layer}}"}
                 for t in tried
@@ -182,10 +187,24 @@ class Served:
     twin: Twin
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gpt2"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    folder = tmp_path_factory.mktemp(request.param)
-    return Served(request.param, run_spec(spec_of(request.param, folder), folder), Twin(tiny(request.param)))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
+    """The run of a family and an engine mode, served once, when it is asked for."""
+
+    @functools.cache
+    def serving(family: str, mode: str) -> Run:
+        folder = tmp_path_factory.mktemp(f"{family}-{mode}")
+        return run_spec(spec_of(family, mode, folder), folder)
+
+    return serving
+
+
+@pytest.fixture(scope="module", params=[(f, m) for f, modes in FAMILIES.items() for m in modes], ids="-".join)
+def served(request: pytest.FixtureRequest, runs: Callable[[str, str], Run]) -> Served:
+    family, mode = request.param
+    run = runs(family, mode)
+    assert {site["mode"] for site in run.lock["sites"].values()} == {"recorded" if mode == "taps" else mode}
+    return Served(family, run, Twin(tiny(family)))
 
 
 def canonical(family: str, name: str) -> str:
@@ -223,6 +242,20 @@ def test_residual_identities(served: Served) -> None:
             assert largest(x["resid_mid"] + x["mlp_out"], x["resid_post"]) < allowed, names["resid_post"]
             # No term is so small that leaving it out would pass.
             assert min(np.abs(x[a]).max() for a in x) > 100 * BOUND
+
+
+@pytest.mark.parametrize("family", [f for f, modes in FAMILIES.items() if "taps" in modes])
+def test_taps_equal_eager(family: str, runs: Callable[[str, str], Run]) -> None:
+    """Every request, edited or not: the same tokens, and every row of every read as near as Hugging Face's."""
+    eager, taps = runs(family, "eager"), runs(family, "taps")
+    assert [(r["request"], r["token_ids"]) for r in eager.rows] == [(r["request"], r["token_ids"]) for r in taps.rows]
+    for name in eager.result.reads:
+        one, two = eager.result[name], taps.result[name]
+        assert one.rows.equals(two.rows)
+        for site in one.sites:
+            a, b = np.asarray(one.site(site)), np.asarray(two.site(site))
+            allowed = BOUND * np.maximum(1, np.abs(a).max(-1) / 10)
+            assert len(a) > 20 and (np.abs(a - b).max(-1) < allowed).all(), site
 
 
 @pytest.mark.parametrize("verb", TOKENS)

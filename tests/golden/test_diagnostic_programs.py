@@ -33,5 +33,5 @@ def test_findings(name: str, regen: bool, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_code_has_a_case() -> None:
-    """The four that need an engine run in tests/engine/test_golden_codes.py."""
+    """Those that need an engine run in tests/engine/test_golden_codes.py."""
     assert set(CODES) == {p.name[:5] for p in CASES.iterdir() if p.name.startswith("VT")}
