@@ -1,4 +1,4 @@
-"""The grid as it is called: two rows of a tiny model, plain vLLM and the eager engine."""
+"""The grid as it is called: two rows of a tiny model, plain eager vLLM and the eager engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def test_two_rows(tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     done = grid.main(
         [
-            *("--shape", "tiny", "--rows", "one_layer,every_layer", "--columns", "plain,plain_eager,vtaps_eager"),
+            *("--shape", "tiny", "--rows", "one_layer,every_layer", "--columns", "plain_eager,vtaps_eager"),
             *("--install", "together", "--starts", "1", "--warmup", "1", "--repeats", "2", "--out", str(out)),
         ]
     )
     found = json.loads(out.read_text(encoding="utf-8"))
     assert done == 0, [c.get("log") for c in found["children"]]
-    assert [c["column"] for c in found["children"]] == ["plain", "plain_eager", "vtaps_eager"]
+    assert [c["column"] for c in found["children"]] == ["plain_eager", "vtaps_eager"]
     measured = {cell.row: cell for cell in cells([found])}
     assert set(measured) == {"one_layer", "every_layer"}
     for cell in measured.values():
