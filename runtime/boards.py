@@ -21,8 +21,11 @@ from vtaps.runtime.kernels import (
     ADD,
     KEEP,
     KEEP32,
+    LIVE,
+    PROOF,
     SCALE,
     SET,
+    WORDS,
     ZERO,
     Board,
     LocationProgram,
@@ -55,11 +58,11 @@ class Axis:
         host[: self.dirty] = 0
         for fill in edits:
             host[fill.rows, self.columns["edit", fill.name]] = fill.points
-            host[fill.rows, 0] = 1
+            host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
         for fill, start in reads:
             host[fill.rows, self.columns["read", fill.name]] = np.arange(start + 1, start + 1 + len(fill.rows))
-            host[fill.rows, 0] = 1
+            host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
         self._upload(max(last, self.dirty))
         self.dirty = last
@@ -113,7 +116,7 @@ class Boards:
         self._check_statements()
         self.seen = torch.zeros(max(len(self.order), 1), dtype=torch.int32, device=device)
         try:
-            self._slots = slots(program, limits, torch.empty(0, dtype=dtype).element_size())
+            self._slots = slots(program, limits, str(dtype).removeprefix("torch."))
         except TapMemoryError as error:
             raise LockError("engine.tap_memory", str(error)) from error
         self.tokens = self._axis(False, limits.rows)
@@ -158,7 +161,7 @@ class Boards:
         on_cpu = self.device.type == "cpu"
         table = torch.from_numpy(host) if on_cpu else torch.zeros(host.shape, dtype=torch.int32, device=self.device)
         count = sum(len(notes) for notes in mine.values())
-        board = Board(table, torch.zeros((max(count, 1), 8), dtype=torch.int64, device=self.device), self.seen)
+        board = Board(table, torch.zeros((max(count, 1), WORDS), dtype=torch.int64, device=self.device), self.seen)
         rings = {
             name: self._ring(name, [s for s in mine if any(n.name == name and n.kind for n in mine[s])], sampled)
             for kind, name in columns
@@ -222,11 +225,11 @@ class Boards:
         ]
         return Ring(key, name, kind, count, groups)
 
-    def fit(self, ring: Ring, count: int) -> bool:
-        """Whether ``ring`` can take ``count`` rows in one step; it may have become another memory for that, whose
-        slots are all free.  Raises TableError where it may not."""
-        if count <= ring.slots:
-            return False
+    def grow(self, ring: Ring, count: int) -> None:
+        """Make ``ring`` another memory that takes ``count`` rows in one step, all of its slots free.
+
+        Raises TableError on the taps engine.
+        """
         if self.program.mode != "eager":
             raise TableError(
                 f"read {ring.read}: a step selects {count} rows and there are {ring.slots} slots; lower "
@@ -242,7 +245,6 @@ class Boards:
                 for note, statement in zip(self.notes[number], program.statements, strict=True):
                     if note.kind and note.name == ring.read:
                         axis.board.set_read(statement.descriptor, *_place(ring, number))
-        return True
 
     def adopt(self, other: Boards) -> None:
         """Take the tables, vectors and slots of ``other``, behind the addresses of this one: what was compiled and
@@ -270,7 +272,7 @@ class Boards:
     def prove(self, count: int) -> None:
         """Select ``count`` rows for the proof: every edit writes its location's sentinel, every read keeps it."""
         axis = self.tokens
-        axis.host[:count, 0] = 2
+        axis.host[:count, 0] = PROOF
         for (kind, name), column in axis.columns.items():
             if kind == "read":
                 slots = min(count, axis.rings[name].slots)

@@ -205,9 +205,9 @@ class Engine:
         """Bytes of the device, for the largest batches that vLLM's defaults make where the lock gives none."""
         requests, tokens = limits((lock.get("engine") or {}).get("vllm") or {})
         most = tokens or LARGEST_TOKENS
-        item = ITEM_BYTES.get(lock["model"].get("dtype") or "", 4)
+        dtype = lock["model"].get("dtype")
         try:
-            return predicted(self.program, Limits(most, requests, most), item)
+            return predicted(self.program, Limits(most, requests, most), dtype if dtype in ITEM_BYTES else "float32")
         except TapMemoryError as error:
             raise EngineError("VT607", f"engine.tap_memory: {error}") from error
 

@@ -55,11 +55,11 @@ class Harvest:
         device: torch.device,
         lens: Lens | None,
         probes: Mapping[str, Mapping[str, Tensor]],
-        fit: Callable[[Ring, int], bool],
+        grow: Callable[[Ring, int], None],
     ) -> None:
-        """``probes``: read → site → float32 ``[vectors, width]``; ``fit``: :meth:`Boards.fit`."""
+        """``probes``: read → site → float32 ``[vectors, width]``; ``grow``: :meth:`Boards.grow`."""
         self.program = program
-        self._fit = fit
+        self._grow = grow
         self.lens = lens
         self._probes = {name: dict(sites) for name, sites in probes.items()}
         # On the device once: an index from the host would wait for the device in every step.
@@ -113,7 +113,7 @@ class Harvest:
             self._flush(ring)
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
-            self._fit(ring, count)
+            self._grow(ring, count)
         start = ring.take(count)
         stop = start + count
         held = [*self._waiting.get(ring.key, ()), *(t for t in self._open if t.ring is ring)]

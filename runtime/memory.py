@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vtaps.runtime.program import USES_VECTOR, Program
-from vtaps.spec.slots import HELD_STEPS, slot_count, slot_rows
+from vtaps.spec.slots import HELD_STEPS, allotted, row_bytes, slot_rows
 
 EAGER_SLOTS = 1024
 
@@ -25,41 +24,31 @@ class Limits:
     step_rows: int
 
 
-@dataclass(frozen=True)
-class _Need:
-    """Slots of one ring: ``gathered`` where there is room for rows of many steps, ``held`` where there is not."""
-
-    row_bytes: int
-    gathered: int
-    held: int
-
-
 def ring_key(read: str, sampled: bool) -> str:
     return f"{read}/{'requests' if sampled else 'tokens'}"
 
 
-def slots(program: Program, limits: Limits, item: int) -> dict[str, int]:
-    """The slots of each ring, by :func:`ring_key`; ``item``: bytes of a number in the model's dtype.
+def slots(program: Program, limits: Limits, dtype: str) -> dict[str, int]:
+    """The slots of each ring, by :func:`ring_key`; ``dtype``: the model's.
 
     Raises TapMemoryError where they cannot be fewer and are too many.
     """
-    needs = _needs(program, limits, item)
-    gathered = sum(n.gathered * n.row_bytes for n in needs.values())
-    held = sum(n.held * n.row_bytes for n in needs.values())
-    allowed = program.tap_memory
+    needs = _needs(program, limits, dtype)
     if program.mode == "eager":
         # No graph holds these: they grow to what a step needs.
-        return {key: min(n.gathered, EAGER_SLOTS) for key, n in needs.items()}
+        return {key: min(count, EAGER_SLOTS) for key, count in allotted(needs, None).items()}
+    held = sum(HELD_STEPS * rows * size for rows, size in needs.values())
+    allowed = program.tap_memory
     if allowed is not None and held > allowed:
         raise TapMemoryError(
             f"the slots of {len(needs)} reads take {held} bytes for {limits.requests} requests and "
             f"{limits.step_rows} tokens a step, and {allowed} are allowed; lower max_num_seqs or max_num_batched_tokens"
         )
-    roomy = allowed is None or gathered <= allowed
-    return {key: n.gathered if roomy else n.held for key, n in needs.items()}
+    return allotted(needs, allowed)
 
 
-def _needs(program: Program, limits: Limits, item: int) -> Mapping[str, _Need]:
+def _needs(program: Program, limits: Limits, dtype: str) -> dict[str, tuple[int, int]]:
+    """Of each ring, the rows that one step selects at most and the bytes of a row."""
     out = {}
     for name, read in program.reads.items():
         for sampled in (False, True):
@@ -69,28 +58,15 @@ def _needs(program: Program, limits: Limits, item: int) -> Mapping[str, _Need]:
             most = limits.requests if sampled else limits.step_rows
             alive = limits.requests if read.requests is None else min(limits.requests, read.requests)
             rows = max(1, most if read.step_rows is None else slot_rows(read.step_rows, alive, most))
-            row_bytes = _row_bytes(program, name, sites, item)
-            out[ring_key(name, sampled)] = _Need(row_bytes, slot_count(rows, row_bytes), HELD_STEPS * rows)
+            size = row_bytes(read.kind, (program.sites[s].width for s in sites), dtype)
+            out[ring_key(name, sampled)] = (rows, size)
     return out
 
 
-def _row_bytes(program: Program, read: str, sites: list[str], item: int) -> int:
-    each = item if program.reads[read].kind in ("rows", "lens") else 4
-    return each * sum(program.sites[s].width for s in sites)
-
-
-def predicted(program: Program, limits: Limits, item: int) -> int:
-    """Bytes of slots, row tables and vectors; ``item``: bytes of a number in the model's dtype.
-
-    Raises TapMemoryError.
-    """
-    count = slots(program, limits, item)
-    total = 0
-    for name, read in program.reads.items():
-        for sampled in (False, True):
-            sites = [s for s in read.sites if program.sites[s].sampled == sampled]
-            if sites:
-                total += count[ring_key(name, sampled)] * _row_bytes(program, name, sites, item)
+def predicted(program: Program, limits: Limits, dtype: str) -> int:
+    """Bytes of slots, row tables and vectors; ``dtype``: the model's.  Raises TapMemoryError."""
+    needs = _needs(program, limits, dtype)
+    total = sum(count * needs[key][1] for key, count in slots(program, limits, dtype).items())
     for sampled, rows in ((False, limits.rows), (True, limits.requests)):
         places = [e.sites for e in program.edits.values()] + [r.sites for r in program.reads.values()]
         uses = sum(any(program.sites[s].sampled == sampled for s in sites) for sites in places)

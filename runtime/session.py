@@ -102,7 +102,6 @@ class Session:
             raise LockError("block.structure", "the block and the lock are of two compilations; compile again")
         self.table = RowTable(self.program)
         self.installed: tuple[str, ...] = ()
-        self.proof: dict[str, Any] = {}
         self._plan: StepPlan | None = None
         self._shift = 0
         self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
@@ -125,7 +124,7 @@ class Session:
         self.device = next(model.parameters()).device
         self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.fit)
+        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow)
         self.at = [
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
@@ -153,7 +152,7 @@ class Session:
         self.neutral()
         self.harvest.close()
         self.manifest, self.program, self.block, self.table = manifest, new.program, new.block, new.table
-        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.fit)
+        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow)
 
     def _lens(self) -> Lens | None:
         if self.program.lens_norm is None:
@@ -175,7 +174,7 @@ class Session:
     def _act_of(self, place: Location) -> Act:
         if place.name not in self.recorded:
             return self._act
-        program = self.at[list(self.block.locations).index(place.name)].program
+        program = self.at[self.boards.order[place.name]].program
         op: Act = ops.tap_pair if place.residual is not None and program.replaces else ops.tap
         return op
 

@@ -15,7 +15,7 @@ from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval, Rows, compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.sizes import human
-from vtaps.spec.slots import HELD_STEPS, row_bytes, slot_count, slot_rows
+from vtaps.spec.slots import HELD_STEPS, allotted, row_bytes, slot_rows
 from vtaps.spec.spec import Spec
 
 LARGEST_SEQS = 1024
@@ -92,10 +92,6 @@ class Load:
     def bytes(self, seqs: int, tokens: int | None) -> int:
         return self.each * self.rows(seqs, tokens)
 
-    def gathered(self, seqs: int, tokens: int | None) -> int:
-        """Bytes of the slots where rows of many steps may gather."""
-        return self.each // HELD_STEPS * slot_count(self.rows(seqs, tokens), self.each // HELD_STEPS)
-
 
 @dataclass(frozen=True)
 class Slots:
@@ -126,8 +122,10 @@ class Slots:
 
     def taken(self, memory: int) -> int:
         """What is really allocated where ``memory`` is allowed: rows gather only where there is room for it."""
-        gathered = sum(load.gathered(self.seqs, self.tokens) for load in self.loads.values())
-        return gathered if gathered <= memory else self.bytes
+        needs = {
+            name: (load.rows(self.seqs, self.tokens), load.each // HELD_STEPS) for name, load in self.loads.items()
+        }
+        return sum(count * needs[name][1] for name, count in allotted(needs, memory).items())
 
     def fitting(self, memory: int) -> str:
         """The argument of vLLM that binds, with the largest value at which all slots take at most ``memory`` bytes;

@@ -35,9 +35,6 @@ from vtaps.spec.vector_use import check_vectors
 
 T = TypeVar("T")
 
-TAPS_SERVED = True
-"""Whether the runtime has the taps engine; without it every spec is served by the eager one."""
-
 
 @dataclass(frozen=True)
 class Context:
@@ -71,8 +68,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
             outside[f"model:{name}"] = digest
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
-    engine = spec.engine if TAPS_SERVED else replace(spec.engine, mode="eager")
-    mode, reason, locations = choose(engine, context.compiled, locations)
+    mode, reason, locations = choose(spec.engine, context.compiled, locations)
     check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:

@@ -5,7 +5,7 @@ A slot holds one row of one location while a step's forward runs; the rows leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 HELD_STEPS = 2
 """Slots are there for this many steps at least, so that one step is written while the one before still leaves."""
@@ -28,10 +28,18 @@ def slot_rows(step_rows: int, max_num_seqs: int, max_num_batched_tokens: int | N
 
 
 def slot_count(rows: int, row_bytes: int) -> int:
-    """The slots of a read that selects at most ``rows`` rows in one step, each of ``row_bytes``; where those of all
-    reads together would not fit, each has HELD_STEPS × ``rows``."""
+    """The slots of a read that selects at most ``rows`` rows, each of ``row_bytes``, in a step."""
     gathered = min(GATHERED_STEPS * rows, GATHERED_BYTES // max(1, row_bytes))
     return max(HELD_STEPS * rows, gathered)
+
+
+def allotted(needs: Mapping[str, tuple[int, int]], allowed: int | None) -> dict[str, int]:
+    """The slots of each read; ``needs``: its (rows of one step, bytes of a row).  Rows gather only where the slots of
+    all reads then take at most ``allowed`` bytes; else each has HELD_STEPS × rows."""
+    gathered = {name: slot_count(rows, size) for name, (rows, size) in needs.items()}
+    if allowed is None or sum(gathered[name] * size for name, (_, size) in needs.items()) <= allowed:
+        return gathered
+    return {name: HELD_STEPS * rows for name, (rows, _) in needs.items()}
 
 
 def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
