@@ -3,17 +3,14 @@
 usage: python -m benchmarks.grid --shape llama-8b --out FILE.json [--rows …] [--columns …] [--budget SECONDS]
        python -m benchmarks.grid report FILE.json… --out FILE.md
 
-Every engine is a process of its own, one after another.  See docs/benchmarks.md.
+Every engine is a process of its own.  See docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import about, grid_peer, grid_report
+from benchmarks.grid_engines import EngineProcess, measure
 from benchmarks.grid_plan import SpecError, Start, compiled, starts
 from benchmarks.grid_rows import COLUMNS, DEFAULT_COLUMNS, ROWS
 from benchmarks.grid_shapes import SHAPES, loads_of, work_folder, write_model
 
 GRACE = 15
 """Seconds past the budget after which an engine at work is stopped."""
-
-LOG_CHARACTERS = 4000
 
 
 def names(known: Mapping[str, Any]) -> Any:
@@ -53,6 +49,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--install", choices=("each", "block", "together"), default="each",
         help="an engine a row, one for rows with the same block, or one for all rows (default: each)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--side-by-side", action="store_true",
+        help="all engines of a round alive at once, their batches taking turns (default: one engine after another)",
     )  # fmt: skip
     parser.add_argument("--process", choices=("in", "child"), default="in", help="where vLLM's engine core runs")
     parser.add_argument("--starts", type=int, default=3, help="engine starts a column (default: 3)")
@@ -101,86 +101,77 @@ class Grid:
     def run(self) -> int:
         columns = [c for c in self.args.columns if COLUMNS[c].kind != "peer" or grid_peer.installed()]
         absent = [f"{c} (not installed)" for c in self.args.columns if c not in columns]
-        order = starts(columns, self.args.rows, self.args.install, self.args.starts)
-        for number, start in enumerate(order):
-            if self._too_late(start):
-                say(f"the budget of {self.args.budget:g} s is used up: {len(order) - number} engines are left out")
-                break
-            say(f"[{number + 1}/{len(order)}] {start.title} …")
+        rounds = starts(columns, self.args.rows, self.args.install, self.args.starts)
+        order = rounds if self.args.side_by_side else [[start] for one in rounds for start in one]
+        for number, sitting in enumerate(order):
+            open_ones = [s for later in order[number:] for s in later]
             # What is open stands in the file too: a call that is killed here has said what it did not do.
-            self.result.left_out = absent + [f"{s.title} ({', '.join(s.cells)})" for s in order[number:]]
+            self.result.left_out = absent + [f"{s.title} ({', '.join(s.cells)})" for s in open_ones]
             self.result.write(self.args.out)
-            told = self._start(start)
-            self.result.children.append(told)
-            del self.result.left_out[len(absent)]
+            if self._too_late(sitting):
+                say(f"the budget of {self.args.budget:g} s is used up: {len(open_ones)} engines are left out")
+                break
+            for start in sitting:
+                say(f"[{number + 1}/{len(order)}] {start.title} …")
+            for told in self._sit(sitting):
+                self.result.children.append(told)
+                say(f"    {told['column']}, {told['group']}: {told.get('failed') or 'ok'}, {told['seconds']:.1f} s")
+            self.result.left_out = (
+                self.result.left_out[: len(absent)] + self.result.left_out[len(absent) + len(sitting) :]
+            )
             self.result.write(self.args.out)
-            say(f"    {told.get('failed') or 'ok'}, {told['seconds']:.1f} s")
         print(grid_report.markdown([asdict(self.result)]))
         return 1 if any(c.get("failed") for c in self.result.children) else 0
 
-    def _left(self) -> float | None:
-        return None if self.args.budget is None else self.began + self.args.budget - time.monotonic()
+    def _too_late(self, sitting: Sequence[Start]) -> bool:
+        if self.args.budget is None:
+            return False
+        expected = self.took.get(_columns(sitting), max(self.took.values(), default=0.0))
+        left: float = self.began + self.args.budget - time.monotonic()
+        return left < expected
 
-    def _too_late(self, start: Start) -> bool:
-        left = self._left()
-        expected = self.took.get(start.column, max(self.took.values(), default=0.0))
-        return left is not None and left < expected
-
-    def _start(self, start: Start) -> dict[str, Any]:
-        args = self.args
-        told: dict[str, Any] = {
-            "column": start.column, "start": start.number, "install": args.install, "group": start.group,
-        }  # fmt: skip
+    def _sit(self, sitting: Sequence[Start]) -> list[dict[str, Any]]:
+        """Engines that are alive together, measured in turns; what each of them told."""
         began = time.monotonic()
+        engines: list[EngineProcess] = []
+        failed: list[dict[str, Any]] = []
         try:
-            folder, lock, block = compiled(start, self.shape, self.model, self.work, self.vllm, args.seed)
-        except SpecError as error:
-            return {**told, "failed": str(error), "seconds": round(time.monotonic() - began, 2)}
-        job = {
+            for start in sitting:
+                told = {
+                    "column": start.column, "start": start.number, "install": self.args.install, "group": start.group,
+                }  # fmt: skip
+                try:
+                    job = self._job(start)
+                except SpecError as error:
+                    failed.append({**told, "failed": str(error), "seconds": 0.0})
+                    continue
+                deadline = None if self.args.budget is None else self.began + self.args.budget + GRACE
+                engines.append(EngineProcess(start, told, job, deadline))
+            for engine in engines:
+                engine.ready()
+            measure(engines, self.args.warmup, self.args.repeats)
+        finally:
+            for engine in engines:
+                engine.close()
+        if all(engine.alive for engine in engines):
+            self.took[_columns(sitting)] = time.monotonic() - began
+        return [*failed, *(engine.told for engine in engines)]
+
+    def _job(self, start: Start) -> dict[str, Any]:
+        args = self.args
+        folder, lock, block = compiled(start, self.shape, self.model, self.work, self.vllm, args.seed)
+        # Two engines that compile the same model at the same time do not share a cache.
+        own = {"VLLM_CACHE_ROOT": str(self.work / "caches" / f"{start.column}-{start.group}")}
+        return {
             "column": start.column, "start": start.number, "install": args.install, "cells": start.cells,
             "shape": args.shape, "model": str(self.model), "folder": str(folder), "lock": lock, "block": block,
-            "settings": self.vllm, "in_process": args.process == "in", "warmup": args.warmup,
-            "repeats": args.repeats, "seed": args.seed,
+            "settings": self.vllm, "in_process": args.process == "in", "seed": args.seed,
+            "environment": own if args.side_by_side else {},
         }  # fmt: skip
-        left = self._left()
-        answer = child(job, folder, None if left is None else max(left, 0.0) + GRACE)
-        seconds = round(time.monotonic() - began, 2)
-        if "failed" not in answer:
-            self.took[start.column] = seconds
-        return {**told, **answer, "seconds": seconds}
 
 
-def child(job: Mapping[str, Any], folder: Path, timeout: float | None) -> dict[str, Any]:
-    """Run one engine in a process that ends with it; ``failed`` and ``log`` are in the answer where it does not."""
-    job_file, answer, log = (folder / name for name in ("job.json", "answer.json", "child.log"))
-    job_file.write_text(json.dumps(job), encoding="utf-8")
-    answer.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.grid", "child", str(job_file), str(answer)]
-    with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=about.ROOT,
-            env={**os.environ, **about.ENVIRONMENT},
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-        try:
-            process.wait(timeout)
-            reason = f"exit code {process.returncode}" if process.returncode else None
-        except subprocess.TimeoutExpired:
-            reason = "stopped at the end of the budget"
-        finally:
-            # The engine core may be a process of the child's: the whole group ends here.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if reason is None and answer.is_file():
-        told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return told
-    text = log.read_text(encoding="utf-8", errors="replace").strip()
-    last = text.splitlines()[-1].strip() if text else "no word"
-    return {"failed": f"{reason or 'no answer'}: {last}"[:400], "log": text[-LOG_CHARACTERS:]}
+def _columns(sitting: Sequence[Start]) -> str:
+    return ",".join(start.column for start in sitting)
 
 
 def describe(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -204,6 +195,7 @@ def describe(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "vllm": {**shape.vllm, **args.vllm},
         "process": args.process,
         "install": args.install,
+        "side_by_side": args.side_by_side,
         "starts": args.starts,
         "warmup": args.warmup,
         "repeats": args.repeats,
@@ -221,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["child"]:
         from benchmarks import grid_child
 
-        grid_child.main(Path(words[1]), Path(words[2]))
+        grid_child.main(Path(words[1]), int(words[2]))
         return 0
     if words[:1] == ["report"]:
         return grid_report.main(words[1:])

@@ -1,4 +1,4 @@
-"""One engine of the grid, in a process of its own: start, warm up, serve every row, tell what it took."""
+"""One engine of the grid, in a process of its own: it starts, serves the batches it is asked for, tells their times."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +30,7 @@ SAMPLED = 16
 @dataclass(frozen=True)
 class Job:
     """``cells``: rows (vtaps, peer) or loads (plain) to serve; ``folder`` holds the lock, the block and the prompts;
-    ``settings`` are vLLM's engine arguments."""
+    ``settings`` are vLLM's engine arguments, ``environment`` what its process had set."""
 
     column: str
     start: int
@@ -42,9 +43,8 @@ class Job:
     block: str
     settings: Mapping[str, Any]
     in_process: bool
-    warmup: int
-    repeats: int
     seed: int
+    environment: Mapping[str, str]
 
 
 @dataclass
@@ -118,22 +118,6 @@ class Batch:
 Serve = Callable[[Batch], Tally]
 
 
-def run(job: Job) -> dict[str, Any]:
-    """What the engine took; see :func:`measure`.  Raises whatever ends the engine."""
-    began = time.monotonic()
-    before = _compiled_files()
-    with serving(job) as (serve, report):
-        started = time.monotonic() - began
-        cells = measure(job, serve)
-    return {
-        "start_seconds": round(started, 2),
-        "compile_cache": {"before": before, "new": _compiled_files() - before},
-        "cells": cells,
-        "engine": report,
-        "child_seconds": round(time.monotonic() - began, 2),
-    }
-
-
 def batch(job: Job, cell: str, repeat: int) -> Batch:
     shape = SHAPES[job.shape]
     row = None if COLUMNS[job.column].kind == "plain" else ROWS[cell]
@@ -141,30 +125,20 @@ def batch(job: Job, cell: str, repeat: int) -> Batch:
     return Batch(cell, row, load, prompt_ids(load, shape, job.seed, repeat), repeat)
 
 
-def measure(job: Job, serve: Serve) -> dict[str, dict[str, Any]]:
-    """Cell → ``seconds`` of each repeat, ``warmup`` seconds, ``tokens`` of a repeat and a digest of each repeat's
-    token ids.  The cells take turns, so that a machine that slows down slows all of them.  Raises SystemExit where a
-    batch brings other than what is due."""
-    shape = SHAPES[job.shape]
-    out: dict[str, dict[str, Any]] = {c: {"seconds": [], "warmup": [], "tokens": 0, "digests": []} for c in job.cells}
-    for repeat in range(job.warmup + job.repeats):
-        for cell in job.cells:
-            given = batch(job, cell, repeat)
-            wanted = due(given.row, given.load, shape)
-            gc.collect()
-            started = time.perf_counter()
-            tally = serve(given)
-            wrong = tally.held_against(wanted)
-            taken = time.perf_counter() - started
-            wrong = wrong or _forced(given, tally, shape, job.seed)
-            if wrong:
-                raise SystemExit(f"{job.column}, {cell}: {wrong}")
-            told = out[cell]
-            told["warmup" if repeat < job.warmup else "seconds"].append(round(taken, 6))
-            told["tokens"] = wanted.tokens
-            if repeat >= job.warmup:
-                told["digests"].append(tally.digest())
-    return out
+def measure(job: Job, serve: Serve, cell: str, repeat: int) -> dict[str, Any]:
+    """``seconds``, ``tokens`` and a ``digest`` of the token ids of one batch.  Raises SystemExit where it brings other
+    than what is due."""
+    given = batch(job, cell, repeat)
+    wanted = due(given.row, given.load, SHAPES[job.shape])
+    gc.collect()
+    started = time.perf_counter()
+    tally = serve(given)
+    wrong = tally.held_against(wanted)
+    taken = time.perf_counter() - started
+    wrong = wrong or _forced(given, tally, SHAPES[job.shape], job.seed)
+    if wrong:
+        raise SystemExit(f"{job.column}, {cell}: {wrong}")
+    return {"seconds": round(taken, 6), "tokens": wanted.tokens, "digest": tally.digest()}
 
 
 def _forced(given: Batch, tally: Tally, shape: Shape, seed: int) -> str | None:
@@ -236,8 +210,27 @@ def _compiled_files() -> int:
     return sum(len(files) for _, _, files in os.walk(root / "torch_compile_cache"))
 
 
-def main(job_file: Path, answer_file: Path) -> None:
+def main(job_file: Path, descriptor: int) -> None:
+    """Start the engine of a job; ``descriptor`` is the caller's pipe.
+
+    What goes out: what the engine says of itself, then :func:`measure` of each ``[cell, repeat]`` that comes in.  Ends
+    when the pipe does.  Raises whatever ends the engine.
+    """
     data = json.loads(job_file.read_text(encoding="utf-8"))
-    data["cells"] = tuple(data["cells"])
-    answer = run(Job(**data))
-    answer_file.write_text(json.dumps(answer), encoding="utf-8")
+    job = Job(**{**data, "cells": tuple(data["cells"])})
+    pipe = Connection(descriptor)
+    began, before = time.monotonic(), _compiled_files()
+    with serving(job) as (serve, report):
+        pipe.send(
+            {
+                "start_seconds": round(time.monotonic() - began, 2),
+                "compile_cache": {"before": before, "new": _compiled_files() - before},
+                "engine": report,
+            }
+        )
+        while True:
+            try:
+                cell, repeat = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(measure(job, serve, cell, repeat))

@@ -37,9 +37,9 @@ class Start:
         return f"start {self.number}, {self.column}" + ("" if self.group == "plain" else f", {self.group}")
 
 
-def starts(columns: Sequence[str], rows: Sequence[str], install: str, number: int) -> list[Start]:
+def starts(columns: Sequence[str], rows: Sequence[str], install: str, number: int) -> list[list[Start]]:
     """Every engine of a call: ``number`` rounds of all columns, every other round backwards."""
-    out: list[Start] = []
+    out: list[list[Start]] = []
     wanted = [ROWS[name] for name in ROWS if name in rows]
     for at in range(number):
         one: list[Start] = []
@@ -50,7 +50,7 @@ def starts(columns: Sequence[str], rows: Sequence[str], install: str, number: in
                 continue
             for name, members in groups(wanted, "each" if column.kind == "peer" else install):
                 one.append(Start(column.name, at, name, tuple(r.name for r in members), column.mode, tuple(members)))
-        out += one if at % 2 == 0 else reversed(one)
+        out.append(one if at % 2 == 0 else one[::-1])
     return out
 
 

@@ -17,7 +17,7 @@ from benchmarks.grid_rows import COLUMNS, ROWS
 from benchmarks.grid_stats import Call, Cell, PlainCell, cells, plain_cells
 from benchmarks.loads import Load
 
-SAME = ("benchmark", "shape", "process", "seed", "vllm", "warmup", "gpus", "settings")
+SAME = ("benchmark", "shape", "process", "side_by_side", "seed", "vllm", "warmup", "gpus", "settings")
 """What calls must agree in to stand in one table; versions and commits are listed."""
 
 HEADINGS = (
@@ -81,7 +81,8 @@ def _heading(calls: Sequence[Call]) -> str:
     shape = about["shape"]
     lines = [
         f"{shape['title']} shapes, {shape['dtype']}, random weights; {gpus}; {versions}, "
-        f"Python {about['versions']['python']}; engine core {_PROCESS[about['process']]}. "
+        f"Python {about['versions']['python']}; engine core {_PROCESS[about['process']]}; "
+        f"{_TURNS[about['side_by_side']]}. "
         f"Measured {' and '.join(dates)}, {about['warmup']} warm-up runs and "
         f"{'/'.join(sorted({str(c['about']['repeats']) for c in calls}))} repeats a start, with",
         "",
@@ -92,6 +93,7 @@ def _heading(calls: Sequence[Call]) -> str:
     return "\n".join(lines)
 
 
+_TURNS = {False: "one engine after another", True: "the engines of a round side by side"}
 _PROCESS = {"in": "in the caller's process", "child": "in a process of its own"}
 
 

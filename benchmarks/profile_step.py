@@ -28,6 +28,9 @@ from vtaps.runtime.compat.frontend import Frontend
 OURS = tuple(str(ROOT / name) for name in ("runtime", "vtaps", "spec", "codegen"))
 
 
+WARMUP = 2
+
+
 def clocked(step: Callable[[Frontend], Any], taken: list[float]) -> Callable[[Frontend], Any]:
     """``step``, its seconds put into ``taken``."""
 
@@ -53,19 +56,18 @@ def main() -> None:
     shape = SHAPES[args.shape]
     work = work_folder(shape)
     model = write_model(shape, work / "model")
-    start = starts((args.column,), (args.row,), "each", 1)[0]
+    start = starts((args.column,), (args.row,), "each", 1)[0][0]
     folder, lock, block = compiled(start, shape, model, work, shape.vllm, 0)
     job = Job(
-        args.column, 0, "each", start.cells, args.shape, str(model), str(folder), lock, block, shape.vllm, True, 2,
-        args.repeats, 0,
-    )  # fmt: skip
+        args.column, 0, "each", start.cells, args.shape, str(model), str(folder), lock, block, shape.vllm, True, 0, {}
+    )
     cell = start.cells[0]
     with serving(job) as (serve, _):
-        for repeat in range(job.warmup):
+        for repeat in range(WARMUP):
             serve(batch(job, cell, repeat))
         walls, steps, outside = [], [], []
-        for repeat in range(job.repeats):
-            given = batch(job, cell, job.warmup + repeat)
+        for repeat in range(args.repeats):
+            given = batch(job, cell, WARMUP + repeat)
             taken: list[float] = []
             with patch.object(Frontend, "step", clocked(Frontend.step, taken)):
                 began = time.perf_counter()
@@ -73,7 +75,7 @@ def main() -> None:
                 walls.append(time.perf_counter() - began)
             steps += taken
             outside.append(walls[-1] - sum(taken))
-        given = batch(job, cell, job.warmup)
+        given = batch(job, cell, WARMUP)
         profiler = cProfile.Profile()
         profiler.runcall(serve, given)
     count = len(taken)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks import grid, grid_report
-from benchmarks.grid_child import Tally, measure
-from benchmarks.grid_plan import starts
+from benchmarks.grid_child import Job, Tally, measure
+from benchmarks.grid_engines import EngineProcess
+from benchmarks.grid_plan import Start, starts
 from benchmarks.grid_rows import AGAIN, COLUMNS, PLAIN, ROWS, Due, due, groups, prompt_ids, spec_text
 from benchmarks.grid_shapes import SHAPES, loads_of
 from benchmarks.grid_stats import cells, half_width
@@ -92,20 +93,20 @@ def test_rows_share_engines_only_where_they_share_a_block() -> None:
 
 
 def test_columns_alternate_with_plain_at_both_ends() -> None:
-    found = starts((AGAIN, "vtaps_taps", PLAIN), ("one_layer", "lens"), "each", 2)
-    assert [(s.number, s.column, s.group) for s in found[:4]] == [
+    first, second = starts((AGAIN, "vtaps_taps", PLAIN), ("one_layer", "lens"), "each", 2)
+    assert [(s.number, s.column, s.group) for s in first] == [
         (0, PLAIN, "plain"),
         (0, "vtaps_taps", "one_layer"),
         (0, "vtaps_taps", "lens"),
         (0, AGAIN, "plain"),
     ]
-    assert [(s.number, s.column) for s in found[4:]] == [
+    assert [(s.number, s.column) for s in second] == [
         (1, AGAIN),
         (1, "vtaps_taps"),
         (1, "vtaps_taps"),
         (1, PLAIN),
     ]
-    assert found[0].cells == ("one",)
+    assert first[0].cells == ("one",)
 
 
 def completion(rows: int, width: int = 64, fill: float = 1.0) -> Completion:
@@ -243,17 +244,32 @@ class Fake:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stop_at: int = 99) -> None:
         self.now, self.ran, self.stop_at = 1000.0, 0, stop_at
+        self.served: list[tuple[str, str, int]] = []
+        fake = self
+
+        class Engine:
+            alive = True
+
+            def __init__(self, start: Start, told: Mapping[str, Any], job: Mapping[str, Any], _: float | None) -> None:
+                self.start, self.told = start, {**told, "cells": {}, "seconds": 60.0}
+
+            def ready(self) -> None:
+                if fake.ran == fake.stop_at:
+                    raise KeyboardInterrupt
+                fake.ran += 1
+                fake.now += 60
+
+            def serve(self, cell: str, repeat: int, warmup: int) -> None:
+                fake.served.append((self.start.column, cell, repeat))
+                self.told["cells"][cell] = told([1.0])
+
+            def close(self) -> None:
+                pass
+
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(grid, "compiled", lambda *_: (tmp_path, "lock", "block"))
-        monkeypatch.setattr(grid, "child", self.child)
+        monkeypatch.setattr(grid, "EngineProcess", Engine)
         monkeypatch.setattr("benchmarks.grid.time.monotonic", lambda: self.now)
-
-    def child(self, job: Mapping[str, Any], folder: Path, timeout: float | None) -> dict[str, Any]:
-        if self.ran == self.stop_at:
-            raise KeyboardInterrupt
-        self.ran += 1
-        self.now += 60
-        return {"cells": {name: told([1.0]) for name in job["cells"]}}
 
 
 ARGUMENTS = ("--shape", "tiny", "--columns", "plain,vtaps_eager,plain2", "--rows", "generate,one_layer")
@@ -284,18 +300,39 @@ def test_a_killed_call_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ]
 
 
+def test_batches_of_engines_side_by_side_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = Fake(monkeypatch, tmp_path)
+    out = tmp_path / "grid.json"
+    words = ["--shape", "tiny", "--columns", "plain,vtaps_taps", "--rows", "one_layer,eight_one_layer,lens"]
+    words += ["--install", "block", "--side-by-side", "--starts", "1", "--warmup", "1", "--repeats", "1"]
+    assert grid.main([*words, "--out", str(out)]) == 0
+    first = [
+        ("plain", "one"),
+        ("vtaps_taps", "one_layer"),
+        ("vtaps_taps", "lens"),
+        ("plain", "eight"),
+        ("vtaps_taps", "eight_one_layer"),
+    ]
+    assert fake.served[:5] == [(*x, 0) for x in first]
+    assert fake.served[5:] == [(*first[n], 1) for n in (2, 1, 0, 4, 3)]
+    assert len(json.loads(out.read_text(encoding="utf-8"))["children"]) == 3
+
+
 def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
-    found = grid.child({"column": "plain", "cells": []}, tmp_path, 60)
-    assert found["failed"].startswith("exit code 1: TypeError")
-    assert "Traceback" in found["log"]
+    start = Start("plain", 0, "plain", ("one",), "", ())
+    engine = EngineProcess(start, {}, {"folder": str(tmp_path), "cells": []}, None)
+    engine.ready()
+    engine.serve("one", 0, 0)
+    engine.close()
+    assert engine.told["failed"].startswith("exit code 1: TypeError")
+    assert "Traceback" in engine.told["log"]
+    assert "cells" not in engine.told
 
 
 def test_a_batch_that_brings_too_little_ends_the_engine() -> None:
-    from benchmarks.grid_child import Job
-
-    job = Job("plain", 0, "each", ("eight",), "tiny", "", "", "", "", {}, True, 0, 1, 0)
+    job = Job("plain", 0, "each", ("eight",), "tiny", "", "", "", "", {}, True, 0, {})
     with pytest.raises(SystemExit, match="plain, eight: 128 tokens were due, 0 came"):
-        measure(job, lambda given: Tally())
+        measure(job, lambda given: Tally(), "eight", 0)
 
 
 def test_the_shapes_are_the_published_ones() -> None:

@@ -17,7 +17,19 @@ def test_two_rows(tmp_path: Path) -> None:
     done = grid.main(
         [
             *("--shape", "tiny", "--rows", "one_layer,every_layer", "--columns", "plain_eager,vtaps_eager"),
-            *("--install", "together", "--starts", "1", "--warmup", "1", "--repeats", "2", "--out", str(out)),
+            *(
+                "--install",
+                "together",
+                "--side-by-side",
+                "--starts",
+                "1",
+                "--warmup",
+                "1",
+                "--repeats",
+                "2",
+                "--out",
+                str(out),
+            ),
         ]
     )
     found = json.loads(out.read_text(encoding="utf-8"))
