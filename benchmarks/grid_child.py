@@ -204,6 +204,13 @@ def _plain(job: Job, column: Column, lock: Mapping[str, Any]) -> Iterator[tuple[
         frontend.close()
 
 
+def _allocated() -> int:
+    """Bytes of the device that this process's tensors hold; 0 where the engine core is another process."""
+    import torch
+
+    return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0
+
+
 def _compiled_files() -> int:
     """Files of vLLM's compile cache: a start that finds its model there adds none."""
     root = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
@@ -226,6 +233,7 @@ def main(job_file: Path, descriptor: int) -> None:
                 "start_seconds": round(time.monotonic() - began, 2),
                 "compile_cache": {"before": before, "new": _compiled_files() - before},
                 "engine": report,
+                "allocated_bytes": _allocated(),
             }
         )
         while True:

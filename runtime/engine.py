@@ -129,8 +129,9 @@ class Engine:
         self._manifest = _manifest(lock, lock_folder, block_path, manifest_dir / "manifest.json")
         self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
-        if self.program.mode == "taps":
-            tell(f"the taps take at most {human(self._predicted(lock))} of the device")
+        predicted_bytes = self._predicted(lock) if self.program.mode == "taps" else 0
+        if predicted_bytes:
+            tell(f"the taps take at most {human(predicted_bytes)} of the device")
         tell("loading vLLM")
         args = engine_arguments(lock, lock_folder, eager=self.program.mode == "eager")
         args["worker_extension_cls"] = EXTENSION
@@ -156,6 +157,7 @@ class Engine:
             **self._frontend.report(),
             "locations": len(self.program.sites),
             "tap_bytes": max(told["tap_bytes"] for told in self.workers),
+            "predicted_bytes": predicted_bytes,
             "proof": self.proof,
             "compiled": self.compiled(),
             "start_seconds": round(time.monotonic() - started, 2),

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.engine
 MODES = ("eager", "taps")
 STREAMS = [f"resid_post[{i}]" for i in range(LAYERS)]
 MID = "resid_post[1]"
+# On CUDA vLLM's attention multiplies float32 in TF32.
+TOLERANCE = 4e-3 if torch.cuda.is_available() else 2e-5
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -81,15 +83,15 @@ def hold_against_hugging_face(finished: Any, twin: Any) -> None:
         for site in STREAMS:
             read = completion.record.reads["stream", site]
             assert read.positions.tolist() == list(range(len(ids))), key
-            np.testing.assert_allclose(read.values["rows"], seen[site], atol=2e-5, err_msg=f"{key} {site}")
+            np.testing.assert_allclose(read.values["rows"], seen[site], atol=TOLERANCE, err_msg=f"{key} {site}")
         if f.request.arm != "forced":
             mean = completion.record.reads["mean", MID]
             assert mean.values["count"].tolist() == [len(ids)]
-            np.testing.assert_allclose(mean.values["mean"][0], seen[MID].mean(0), atol=2e-5)
+            np.testing.assert_allclose(mean.values["mean"][0], seen[MID].mean(0), atol=TOLERANCE)
             positions, values = completion.record.metrics["p"]
             logprob = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
             assert positions.tolist() == list(range(first, len(ids)))
-            np.testing.assert_allclose(values, logprob[first:, 7], atol=2e-5)
+            np.testing.assert_allclose(values, logprob[first:, 7], atol=TOLERANCE)
         assert completion.record.fired == ({"add": ((first, len(ids)),)} if f.request.arm == "add" else {})
 
 
