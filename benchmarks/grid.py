@@ -50,6 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--install", choices=("each", "block", "together"), default="each",
         help="an engine a row, one for rows with the same block, or one for all rows (default: each)",
     )  # fmt: skip
+    parser.add_argument("--share", type=names(ROWS), default=(), help="a,b,c: rows that share one engine in any case")
     parser.add_argument(
         "--side-by-side", action="store_true",
         help="all engines of a round alive at once, their batches taking turns (default: one engine after another)",
@@ -101,7 +102,7 @@ class Grid:
     def run(self) -> int:
         columns = [c for c in self.args.columns if COLUMNS[c].kind != "peer" or grid_peer.installed()]
         absent = [f"{c} (not installed)" for c in self.args.columns if c not in columns]
-        rounds = starts(columns, self.args.rows, self.args.install, self.args.starts)
+        rounds = starts(columns, self.args.rows, self.args.install, self.args.starts, self.args.share)
         order = rounds if self.args.side_by_side else [[start] for one in rounds for start in one]
         for number, sitting in enumerate(order):
             open_ones = [s for later in order[number:] for s in later]

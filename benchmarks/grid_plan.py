@@ -37,7 +37,9 @@ class Start:
         return f"start {self.number}, {self.column}" + ("" if self.group == "plain" else f", {self.group}")
 
 
-def starts(columns: Sequence[str], rows: Sequence[str], install: str, number: int) -> list[list[Start]]:
+def starts(
+    columns: Sequence[str], rows: Sequence[str], install: str, number: int, share: Sequence[str] = ()
+) -> list[list[Start]]:
     """Every engine of a call: ``number`` rounds of all columns, every other round backwards."""
     out: list[list[Start]] = []
     wanted = [ROWS[name] for name in ROWS if name in rows]
@@ -48,7 +50,8 @@ def starts(columns: Sequence[str], rows: Sequence[str], install: str, number: in
                 loads = tuple(dict.fromkeys(row.load for row in wanted))
                 one.append(Start(column.name, at, "plain", loads, "", (ROWS["generate"],)))
                 continue
-            for name, members in groups(wanted, "each" if column.kind == "peer" else install):
+            peer = column.kind == "peer"
+            for name, members in groups(wanted, "each" if peer else install, () if peer else share):
                 one.append(Start(column.name, at, name, tuple(r.name for r in members), column.mode, tuple(members)))
         out.append(one if at % 2 == 0 else one[::-1])
     return out

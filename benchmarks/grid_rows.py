@@ -100,15 +100,19 @@ def goal_of(row: Row, column: Column) -> float | None:
     return row.eager_goal if column.eager else row.goal
 
 
-def groups(rows: Sequence[Row], install: str) -> list[tuple[str, list[Row]]]:
+def groups(rows: Sequence[Row], install: str, share: Sequence[str] = ()) -> list[tuple[str, list[Row]]]:
     """How rows share engines: (name, rows) for each.
 
-    ``each``: an engine a row; ``block``: rows with the same definition installed; ``together``: one for all.
+    ``each``: an engine a row; ``block``: rows with the same definition installed; ``together``: one for all.  Those in
+    ``share`` have one of their own.
     """
     if install == "together":
         return [("together", list(rows))] if rows else []
     out: dict[str, list[Row]] = {}
     for row in rows:
+        if row.name in share:
+            out.setdefault("+".join(share), []).append(row)
+            continue
         shared = row.installs[1] if row.installs else "nothing"
         out.setdefault(row.name if install == "each" else shared, []).append(row)
     return list(out.items())

@@ -13,7 +13,7 @@ import cProfile
 import os
 import pstats
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +50,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--column", choices=COLUMNS, default="vtaps_taps")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--top", type=int, default=25, help="functions of vtaps to print")
+    parser.add_argument("--top", type=int, default=25, help="functions of vtaps, or kernels, to print")
+    parser.add_argument("--device", action="store_true", help="what a GPU ran, instead of functions")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     shape = SHAPES[args.shape]
@@ -76,13 +77,31 @@ def main() -> None:
             steps += taken
             outside.append(walls[-1] - sum(taken))
         given = batch(job, cell, WARMUP)
-        profiler = cProfile.Profile()
-        profiler.runcall(serve, given)
+        profiler, traced = cProfile.Profile(), None
+        if args.device:
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CUDA]) as traced:
+                serve(given)
+        else:
+            profiler.runcall(serve, given)
     count = len(taken)
     print(f"{args.column}, {args.row}: {count} steps, {given.load.tokens / median(walls):.1f} tok/s; medians in ms:")
     print(f"  a batch {median(walls) * 1e3:.3f}, outside its steps {median(outside) * 1e3:.3f}")
     print(f"  a step {median(steps) * 1e3:.3f}")
-    print_functions(profiler, count, args.top)
+    if traced is None:
+        print_functions(profiler, count, args.top)
+    else:
+        print_kernels(traced.key_averages(), count, args.top)
+
+
+def print_kernels(events: Iterable[Any], steps: int, top: int) -> None:
+    """What the device ran, in µs a step."""
+    found = sorted(((e.self_device_time_total, e.count, e.key) for e in events), reverse=True)
+    print(f"on the device, µs a step\n{'time':>9} {'each':>9} {'calls':>8}  kernel")
+    for time_, calls, name in found[:top]:
+        print(f"{time_ / steps:9.2f} {time_ / calls:9.2f} {calls / steps:8.2f}  {name[:90]}")
+    print(f"{sum(t for t, *_ in found) / steps:9.2f} in all")
 
 
 def print_functions(profiler: cProfile.Profile, steps: int, top: int) -> None:

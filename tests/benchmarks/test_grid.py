@@ -90,6 +90,9 @@ def test_rows_share_engines_only_where_they_share_a_block() -> None:
         "steer_one": ["steer_one", "sweep_256"],
     }
     assert [name for name, _ in groups(rows, "each")] == [r.name for r in rows]
+    named = {name: [r.name for r in members] for name, members in groups(rows, "block", ("idle", "sweep_256"))}
+    assert named["idle+sweep_256"] == ["idle", "sweep_256"]
+    assert (named["every_layer"], named["steer_one"]) == (["every_layer"], ["steer_one"])
 
 
 def test_columns_alternate_with_plain_at_both_ends() -> None:
