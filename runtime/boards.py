@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vtaps.runtime.block import Block, Location, Note
+from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.kernels import (
     ADD,
     KEEP,
@@ -32,10 +33,10 @@ from vtaps.runtime.kernels import (
     Statement,
     sentinel,
 )  # fmt: skip
+from vtaps.runtime.live import TableError
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
-from vtaps.runtime.rowtable import Fill, StepPlan, TableError
 from vtaps.spec.slots import slot_count
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
+from vtaps.runtime.live import RequestKey
 from vtaps.runtime.lockfile import parse_program
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
 from vtaps.runtime.program import LockError
 from vtaps.runtime.records import Completion, Finished, Record, Request
-from vtaps.runtime.rowtable import RequestKey
 from vtaps.runtime.session import MANIFEST, Manifest
-from vtaps.runtime.transport import unpack
+from vtaps.runtime.spool import machine_memory
+from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
 from vtaps.spec.engine_args import REFUSED
@@ -103,7 +106,9 @@ class Engine:
     """vLLM with a block in every worker.
 
     ``lock``: the lock's JSON; ``lock_folder``: where its relative names start; ``manifest_dir``: a folder for the
-    files that the workers read at start.  ``progress`` hears what is being done, in words.
+    files that the workers read at start.  ``progress`` hears what is being done, in words.  Rows that reads deliver
+    take about ``host_memory`` bytes (default: a quarter of the machine's) until the caller lets go of them; others go
+    to files in a folder in ``spool`` (default: ``manifest_dir``), which is gone when the engine is closed.
 
     Raises EngineError: VT504 (unknown vLLM), VT503 (a setting), VT607 (vLLM did not start), VT601 (a worker
     without the block), VT608 (a tap that does not fire).
@@ -117,6 +122,8 @@ class Engine:
         manifest_dir: Path,
         progress: Progress | None = None,
         in_process: bool = True,
+        spool: Path | None = None,
+        host_memory: int | None = None,
     ) -> None:
         started = time.monotonic()
         _known_vllm()
@@ -125,8 +132,6 @@ class Engine:
             self.program = parse_program(lock, lock_folder)
         except LockError as error:
             raise EngineError("VT607", f"the lock cannot be served: {error}") from error
-        manifest_dir.mkdir(parents=True, exist_ok=True)
-        self._manifest = _manifest(lock, lock_folder, block_path, manifest_dir / "manifest.json")
         self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
         predicted_bytes = self._predicted(lock) if self.program.mode == "taps" else 0
@@ -139,13 +144,18 @@ class Engine:
             **(args.get("additional_config") or {}),
             "vtaps": self.program.structure,
         }
+        manifest_dir.mkdir(parents=True, exist_ok=True)
+        own = (spool or manifest_dir).resolve() / f"spool-{secrets.token_hex(8)}"
+        self._folders = Folders(own, others=not in_process)
+        self._memory = host_memory if host_memory is not None else machine_memory() // 4
+        self._manifest = self._write(lock, lock_folder, block_path, manifest_dir / "manifest.json")
         self._faults: Callable[[], list[str]] = lambda: []
-        with environment(**{MANIFEST: str(self._manifest)}):
-            # vLLM loads plug-ins once a process; a plain engine may have been first.
-            self._faults = _install(self._manifest)
-            tell("starting the engine")
-            self._frontend = _start(args, in_process=in_process, faults=self._faults)
         try:
+            with environment(**{MANIFEST: str(self._manifest)}):
+                # vLLM loads plug-ins once a process; a plain engine may have been first.
+                self._faults = _install(self._manifest)
+                tell("starting the engine")
+                self._frontend = _start(args, in_process=in_process, faults=self._faults)
             self.workers = self._handshake()
             self.proof = self._prove(tell) if self.program.mode == "taps" else {}
         except EngineError:
@@ -197,11 +207,20 @@ class Engine:
         if model != asked:
             raise EngineError("VT607", "the lock is for another model or other arguments of vLLM; start another engine")
         self._loads += 1
-        manifest = _manifest(lock, lock_folder, block_path, self._manifest.with_name(f"manifest-{self._loads}.json"))
+        manifest = self._write(lock, lock_folder, block_path, self._manifest.with_name(f"manifest-{self._loads}.json"))
         for rank, answer in enumerate(self._call("vtaps_load", str(manifest))):
             if answer:
                 raise EngineError("VT607", f"worker {rank}: {answer}")
         self.program = program
+
+    def _write(self, lock: Mapping[str, Any], folder: Path, block: Path, path: Path) -> Path:
+        """Write what the workers read at start; returns the manifest's absolute path."""
+        path = path.resolve()
+        lock_path = path.with_name(path.name.replace("manifest", "lock"))
+        lock_path.write_text(json.dumps(lock), encoding="utf-8")
+        spool = (self._folders.spool, self._memory, self._folders.shared)
+        Manifest(block.resolve(), lock_path, folder.resolve(), *spool).write(path)
+        return path
 
     def _predicted(self, lock: Mapping[str, Any]) -> int:
         """Bytes of the device, for the largest batches that vLLM's defaults make where the lock gives none."""
@@ -290,8 +309,8 @@ class Engine:
     def _collect(self, finished: list[tuple[Request, tuple[Output, ...]]]) -> list[Finished]:
         wanted = [(r.key, o.index, len(o.token_ids)) for r, outputs in finished for o in outputs]
         records: dict[RequestKey, Record] = {}
-        for answer in self._call("vtaps_collect", wanted, os.getpid()):
-            records.update(unpack(answer) if isinstance(answer, bytes) else dict(answer))
+        for answer in self._call("vtaps_collect", wanted, os.getpid(), self._folders.held):
+            records.update(self._guard(partial(self._folders.records, answer)))
         return [
             Finished(
                 request,
@@ -336,15 +355,7 @@ class Engine:
             with suppress(Exception):  # the engine may be gone already
                 frontend.call("vtaps_close")
             frontend.close()
-
-
-def _manifest(lock: Mapping[str, Any], folder: Path, block: Path, path: Path) -> Path:
-    """Write what the workers read at start; returns the manifest's absolute path."""
-    path = path.resolve()
-    lock_path = path.with_name(path.name.replace("manifest", "lock"))
-    lock_path.write_text(json.dumps(lock), encoding="utf-8")
-    Manifest(block.resolve(), lock_path, folder.resolve()).write(path)
-    return path
+        self._folders.close()
 
 
 def _counted(rows: list[int]) -> str:

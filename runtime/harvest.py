@@ -19,20 +19,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vtaps.runtime.fills import Fill, MetricFill
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.program import Program
 from vtaps.runtime.rings import Ring, Taken, neighbours, sorter
-from vtaps.runtime.rowtable import Fill, MetricFill
+from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import sums_of
 
 Array = npt.NDArray[Any]
 
-GATHERED_BYTES = 32 << 20
-"""A ring is emptied once this much has gathered, or half of its slots are taken."""
+GATHERED_BYTES = 4 << 20
+"""A ring is emptied once this much has gathered, or half of its slots are taken: what is still there when the last
+request ends is waited for."""
 LENS_ROWS = 32
 """Rows of the stream that go through the unembedding together, where there are as many."""
 PIECE_BYTES = 32 << 20
 """What leaves in one copy at most."""
+ON_WAY_BYTES = 1 << 30
+"""What has left the device and is not sorted yet, at most: where the rows go to a disk that is slower, steps wait."""
 GATHERED_METRICS = 256
 FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project"}
 
@@ -42,6 +46,7 @@ class _Load:
     """Host memory that is complete once ``event`` (None: at once) has passed, and what is done with it then."""
 
     event: Any
+    bytes: int
     tensors: Sequence[Tensor]
     deliver: Callable[[Sequence[Array]], None]
 
@@ -56,9 +61,11 @@ class Harvest:
         lens: Lens | None,
         probes: Mapping[str, Mapping[str, Tensor]],
         grow: Callable[[Ring, int], None],
+        spool: Spool,
     ) -> None:
-        """``probes``: read → site → float32 ``[vectors, width]``; ``grow``: :meth:`Boards.grow`."""
-        self.program = program
+        """``probes``: read → site → float32 ``[vectors, width]``; ``grow``: :meth:`Boards.grow`; ``spool``: where the
+        rows wait to be collected."""
+        self.program, self.spool = program, spool
         self._grow = grow
         self.lens = lens
         self._probes = {name: dict(sites) for name, sites in probes.items()}
@@ -73,7 +80,7 @@ class Harvest:
         self._leaving: deque[tuple[Ring, int, int, Any]] = deque()
         self._metrics: list[tuple[MetricFill, int, Tensor]] = []
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
-        self._sent = self._sorted = 0
+        self._sent = self._sorted = self._on_way = 0
         self._arrived = threading.Condition()
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -236,7 +243,8 @@ class Harvest:
                     rows = memory[start:stop]
                     found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
                     fields = {n: v.unflatten(0, (stop - start, len(sites))) for n, v in found.items()}
-                self._send(list(fields.values()), sorter(ring, sites, list(fields), run, start, "float32"), after)
+                deliver = sorter(ring, sites, list(fields), run, start, "float32", self.spool)
+                self._send(list(fields.values()), deliver, after)
                 continue
             row = memory[0].numel() * memory.element_size()
             step = max(1, PIECE_BYTES // row)
@@ -245,7 +253,7 @@ class Harvest:
                 with self._aside(after):
                     value = self._reduced(ring, sites, memory[first:last])
                 dtype = str(value.dtype).removeprefix("torch.")
-                self._send([value], sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype), after)
+                self._send([value], sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype, self.spool), after)
         if self._stream is not None:
             event = self._stream.record_event()
             self._leaving.append((ring, run[0].start, run[-1].stop, event))
@@ -320,10 +328,17 @@ class Harvest:
         if self._thread is None:
             self._thread = threading.Thread(target=self._sort, name="vtaps-harvest", daemon=True)
             self._thread.start()
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        with self._arrived:
+            while self._on_way and self._on_way + size > ON_WAY_BYTES and self._failed is None:
+                self._arrived.wait()
+            if self._failed is not None:
+                raise self._failed
+            self._on_way += size
         with self._aside(after):
             host = [_to_host(t, self._stream) for t in tensors]
             event = self._stream.record_event()
-        self._loads.put(_Load(event, host, deliver))
+        self._loads.put(_Load(event, size, host, deliver))
 
     def _sort(self) -> None:
         while (load := self._loads.get()) is not None:
@@ -334,6 +349,7 @@ class Harvest:
                 self._failed = self._failed or error
             with self._arrived:
                 self._sorted += 1
+                self._on_way -= load.bytes
                 self._arrived.notify_all()
 
 

@@ -42,6 +42,38 @@ class ReadRows:
 
 
 @dataclass(frozen=True)
+class Filed:
+    """Rows that lie in a file of their own instead of memory: an array of ``shape`` and ``dtype`` (numpy's name), from
+    its first byte on.  Whoever opens it also removes it."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One read of one request at ``sites``, as a worker holds it: like :class:`ReadRows`, but the arrays are
+    ``[rows, sites, …]``."""
+
+    read: str
+    sites: tuple[str, ...]
+    positions: npt.NDArray[np.int64]
+    values: Mapping[str, npt.NDArray[Any] | Filed]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a worker hands over of one child request; :class:`Record` says what the fields are."""
+
+    fired: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
+    kept: tuple[Kept, ...] = ()
+    metrics: Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(default_factory=dict)
+    overridden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Record:
     """What the worker saw of one child request.  ``fired``: edit → half-open ranges of absolute positions at which
     it acted, one list for all its sites, and ``sites`` how many sites acted; ``overridden``: generated steps whose

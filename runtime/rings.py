@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vtaps.runtime.rowtable import Fill
-from vtaps.runtime.store import rows_of
+from vtaps.runtime.fills import Fill
+from vtaps.runtime.slabs import places
+from vtaps.runtime.spool import Spool
+from vtaps.runtime.store import Rows
 
 Array = npt.NDArray[Any]
 
@@ -83,32 +85,51 @@ def neighbours(pieces: Sequence[Taken]) -> list[list[Taken]]:
 
 
 def sorter(
-    ring: Ring, sites: tuple[str, ...], names: Sequence[str], run: Sequence[Taken], first: int, dtype: str
+    ring: Ring,
+    sites: tuple[str, ...],
+    names: Sequence[str],
+    run: Sequence[Taken],
+    first: int,
+    dtype: str,
+    spool: Spool,
 ) -> Callable[[Sequence[Array]], None]:
     """What sorts the fields of the slots ``first …``, each ``[slots, sites, …]``, by request."""
 
     def deliver(arrays: Sequence[Array]) -> None:
         last = first + len(arrays[0])
+        size = sum(array[:1].nbytes for array in arrays)
         for taken in run:
             a, b = max(first, taken.start), min(last, taken.stop)
             if a >= b:
                 continue
-            for part in taken.fill.parts:
-                kept = rows_of(part.live, ring.read, sites, dtype)
-                if taken.repeats == 1:
-                    lo, hi = max(a, taken.start + part.start), min(b, taken.start + part.stop)
-                    if lo < hi:
-                        from_, to = lo - taken.start - part.start, hi - taken.start - part.start
-                        positions = part.positions[from_:to] + taken.shift
-                        kept.add(positions, {n: x[lo - first : hi - first] for n, x in zip(names, arrays, strict=True)})
-                    continue
-                # One row a step: every ``count``-th slot from the part's own on.
-                lead = taken.start + part.start
-                skip = -(-max(0, a - lead) // taken.count)
-                slots = np.arange(lead + skip * taken.count, b, taken.count)
-                if len(slots):
-                    positions = part.positions[0] + taken.shift + skip + np.arange(len(slots), dtype=np.int64)
-                    chosen = slice(int(slots[0]) - first, b - first, taken.count)
-                    kept.add(positions, {n: x[chosen] for n, x in zip(names, arrays, strict=True)})
+            target = places(taken.fill, sites, dtype, size, spool)
+            later, rows = np.divmod(np.arange(a - taken.start, b - taken.start), taken.count)
+            fields = {name: array[a - first : b - first] for name, array in zip(names, arrays, strict=True)}
+            if target.slabs:
+                target.put(rows, later + taken.shift, fields)
+            if target.which.min() < 0:
+                _deliver_own(taken, sites, a, b, fields)
 
     return deliver
+
+
+def _deliver_own(taken: Taken, sites: tuple[str, ...], a: int, b: int, fields: Mapping[str, Array]) -> None:
+    """The rows of slots ``a … b−1`` to the requests that have arrays of their own."""
+    for part in taken.fill.parts:
+        kept = part.live.kept[taken.fill.name, sites]
+        if not isinstance(kept, Rows):
+            continue
+        if taken.repeats == 1:
+            lo, hi = max(a, taken.start + part.start), min(b, taken.start + part.stop)
+            if lo < hi:
+                from_, to = lo - taken.start - part.start, hi - taken.start - part.start
+                kept.add(part.positions[from_:to] + taken.shift, {n: x[lo - a : hi - a] for n, x in fields.items()})
+            continue
+        # One row a step: every ``count``-th slot from the part's own on.
+        lead = taken.start + part.start
+        skip = -(-max(0, a - lead) // taken.count)
+        slots = np.arange(lead + skip * taken.count, b, taken.count)
+        if len(slots):
+            positions = part.positions[0] + taken.shift + skip + np.arange(len(slots), dtype=np.int64)
+            chosen = slice(int(slots[0]) - a, b - a, taken.count)
+            kept.add(positions, {n: x[chosen] for n, x in fields.items()})

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,20 @@ from torch import Tensor, nn
 from vtaps.runtime import kernels, ops
 from vtaps.runtime.block import Block, Location, Note
 from vtaps.runtime.boards import Axis, Boards
+from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
 from vtaps.runtime.kernels import Board, LocationProgram
 from vtaps.runtime.lens import Lens
+from vtaps.runtime.live import Batch, RequestKey, Scheduled
 from vtaps.runtime.lockfile import load_program
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError, Program
-from vtaps.runtime.records import Record
-from vtaps.runtime.rowtable import Fill, Ints, RequestKey, RowTable, Scheduled, StepPlan
-from vtaps.runtime.store import record_of
+from vtaps.runtime.records import Collected, Record
+from vtaps.runtime.rowtable import RowTable
+from vtaps.runtime.spool import Spool
+from vtaps.runtime.store import collected
+from vtaps.runtime.transport import record_of
 from vtaps.spec import digests
 
 MANIFEST = "VTAPS_MANIFEST"
@@ -36,20 +40,26 @@ MANIFEST = "VTAPS_MANIFEST"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Where an engine's workers find their block and lock; ``folder`` is what the lock's file names start from."""
+    """Where an engine's workers find their block and lock; ``folder`` is what the lock's file names start from.
+    ``spool``, ``memory`` (bytes) and ``shared`` are the folder, the memory and the shared folder of
+    :class:`~vtaps.runtime.spool.Spool`."""
 
     block: Path
     lock: Path
     folder: Path
+    spool: Path | None = None
+    memory: int | None = None
+    shared: Path | None = None
 
     def write(self, path: Path) -> None:
-        data = {"block": str(self.block), "lock": str(self.lock), "folder": str(self.folder)}
+        data = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         path.write_text(json.dumps(data), encoding="utf-8")
 
     @staticmethod
     def read(path: Path) -> Manifest:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return Manifest(Path(data["block"]), Path(data["lock"]), Path(data["folder"]))
+        spool, shared = (None if data[name] is None else Path(data[name]) for name in ("spool", "shared"))
+        return Manifest(Path(data["block"]), Path(data["lock"]), Path(data["folder"]), spool, data["memory"], shared)
 
 
 def import_block(path: Path, digest: str) -> Block:
@@ -101,6 +111,7 @@ class Session:
         if self.block.structure != self.program.structure:
             raise LockError("block.structure", "the block and the lock are of two compilations; compile again")
         self.table = RowTable(self.program)
+        self.spool = Spool(manifest.spool, manifest.memory, manifest.shared)
         self.installed: tuple[str, ...] = ()
         self._plan: StepPlan | None = None
         self._shift = 0
@@ -124,7 +135,7 @@ class Session:
         self.device = next(model.parameters()).device
         self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow)
+        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow, self.spool)
         self.at = [
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
@@ -152,7 +163,7 @@ class Session:
         self.neutral()
         self.harvest.close()
         self.manifest, self.program, self.block, self.table = manifest, new.program, new.block, new.table
-        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow)
+        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow, self.spool)
 
     def _lens(self) -> Lens | None:
         if self.program.lens_norm is None:
@@ -234,14 +245,11 @@ class Session:
 
     def begin(self, batch: Sequence[Scheduled]) -> None:
         """Fill the tables for a step, before its forward.  Raises TableError."""
-        ids = [share.request_id for share in batch]
-        starts = np.array([share.start for share in batch], np.int64)
-        counts = np.array([len(share.tokens) for share in batch], np.int64)
-        self.step(ids, starts, counts, lambda: batch)
+        self.step(Batch.of(batch))
 
-    def step(self, ids: list[str], starts: Ints, counts: Ints, batch: Callable[[], Sequence[Scheduled]]) -> None:
-        """:meth:`begin` for a batch that is told in full only where the last plan does not hold any more."""
-        plan, shift = self.table.step(ids, starts, counts, batch)
+    def step(self, batch: Batch) -> None:
+        """:meth:`begin` for the batch of a runner."""
+        plan, shift = self.table.step(batch)
         self._plan, self._shift, self._sampling = plan, shift, True
         if plan is None:
             self.harvest.open([], self.table.number)
@@ -344,12 +352,16 @@ class Session:
     # -- results
 
     def collect(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Record]]:
-        """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError."""
+        """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError, SpoolError."""
+        return [(key, record_of(found)) for key, found in self.hand_over(wanted)]
+
+    def hand_over(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Collected]]:
+        """:meth:`collect` for another process: what lies in files stays there."""
         lives = [(self.table.collect((key, child)), generated) for key, child, generated in wanted]
         # Steps that the engine has run ahead are not waited for.
         needed = max((live.step_of(live.prompt + max(n, 1) - 2) for live, n in lives), default=0)
         self.harvest.settle(needed)
-        return [(live.key, record_of(live, generated, self.program)) for live, generated in lives]
+        return [(live.key, collected(live, generated)) for live, generated in lives]
 
     def handshake(self) -> dict[str, Any]:
         return {

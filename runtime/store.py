@@ -1,4 +1,4 @@
-"""What one request's reads have put out so far, growing as rows arrive, and the record made of it at the end."""
+"""What one request's reads have put out so far, growing as rows arrive, and what is handed over of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.runtime.program import Program
-from vtaps.runtime.records import ReadRows, Record
-from vtaps.runtime.rowtable import Ints, Live, TableError
+from vtaps.runtime.live import Ints, Live, TableError
+from vtaps.runtime.records import Collected, Kept
+from vtaps.runtime.spool import Growing, Spool
 from vtaps.spec.rows import OPEN
 
 Array = npt.NDArray[Any]
@@ -22,43 +22,37 @@ PENDING_ROWS = 64
 
 @dataclass
 class Rows:
-    """Fields ``[rows, sites, …]`` in the order of positions.
-
-    Memory for all rows that the request can have is asked for at once: the system gives it as it is written, and
-    nothing is copied together at the end.
-    """
+    """Fields ``[rows, sites, …]`` in the order of positions; ``most``: how many rows the request can have."""
 
     most: int
     dtype: str
-    fields: dict[str, Array] = field(default_factory=dict)
+    spool: Spool
+    fields: dict[str, Growing] = field(default_factory=dict)
     positions: list[Ints] = field(default_factory=list)
-    used: int = 0
+
+    @property
+    def used(self) -> int:
+        return sum(len(positions) for positions in self.positions)
 
     def add(self, positions: Ints, fields: Mapping[str, Array]) -> None:
-        """Take ``positions``, all greater than those before, with their fields; the arrays are copied."""
-        stop = self.used + len(positions)
-        for name, array in fields.items():
-            kept = self.fields.get(name)
-            if kept is None:
-                kept = np.empty((max(self.most, stop), *array.shape[1:]), array.dtype)
-            elif len(kept) < stop:
-                kept = np.concatenate([kept[: self.used], np.empty((stop, *array.shape[1:]), array.dtype)])
-            kept[self.used : stop] = array
-            self.fields[name] = kept
-        self.positions.append(positions)
-        self.used = stop
+        """Take ``positions``, all greater than those before, with their fields; the arrays are copied.
 
-    def read(self, sites: Sequence[str], stop: int) -> dict[str, ReadRows]:
-        """Site → its rows at the positions below ``stop``."""
+        Raises SpoolError.
+        """
+        for name, array in fields.items():
+            if name not in self.fields:
+                self.fields[name] = Growing(self.spool, self.most)
+            self.fields[name].add(array)
+        self.positions.append(positions)
+
+    def read(self, name: str, sites: tuple[str, ...], stop: int, live: Live) -> Kept | None:
+        """The rows at the positions below ``stop``, for good; None where there are none."""
         positions = np.concatenate(self.positions)
         count = int(np.searchsorted(positions, stop))
         if not count:
-            return {}
+            return None
         dtype = self.dtype if "rows" in self.fields else "float32"
-        return {
-            site: ReadRows(positions[:count], {n: a[:count, i] for n, a in self.fields.items()}, dtype)
-            for i, site in enumerate(sites)
-        }
+        return Kept(name, sites, positions[:count], {n: a.take(count) for n, a in self.fields.items()}, dtype)
 
 
 @dataclass
@@ -74,20 +68,17 @@ class Sums:
             old = self.parts[: len(self.parts) - PENDING_ROWS]
             self.parts[: len(old)] = [_fold(old)]
 
-    def read(self, name: str, sites: Sequence[str], stop: int) -> dict[str, ReadRows]:
+    def read(self, name: str, sites: tuple[str, ...], stop: int, live: Live) -> Kept | None:
         """Raises TableError where rows at or past ``stop`` are in a sum already."""
         kept = [p for p in self.parts if p[0][0] < stop]
         if not kept:
-            return {}
+            return None
         positions, total = _fold(kept)
         if positions.max() >= stop:
             raise TableError(f"read {name}: rows computed after a stop are already part of the mean")
-        count = np.array([len(positions)], np.int64)
+        count = np.full((1, len(sites)), len(positions), np.int64)
         values = total / np.float32(len(positions))
-        return {
-            site: ReadRows(np.sort(positions), {"mean": values[n : n + 1], "count": count}, "float32")
-            for n, site in enumerate(sites)
-        }
+        return Kept(name, sites, np.sort(positions), {"mean": values[None], "count": count}, "float32")
 
 
 def _fold(parts: Sequence[tuple[Ints, Array]]) -> tuple[Ints, Array]:
@@ -95,16 +86,12 @@ def _fold(parts: Sequence[tuple[Ints, Array]]) -> tuple[Ints, Array]:
     return np.concatenate([p[0] for p in parts]), total
 
 
-def rows_of(live: Live, read: str, sites: tuple[str, ...], dtype: str) -> Rows:
-    """Where a request's rows of ``read`` at ``sites`` go."""
-    kept = live.kept.get((read, sites))
-    if kept is None:
-        [which] = [w for name, w in live.compiled.reads if name == read]
-        end = min(live.end, OPEN)
-        most = sum(max(0, min(b, end) - a) for a, b in live.compiled.selections[which].intervals) if end < OPEN else 0
-        kept = live.kept[read, sites] = Rows(most, dtype)
-    assert isinstance(kept, Rows)
-    return kept
+def most_rows(live: Live, read: str) -> int:
+    """How many rows of a token the request can have for ``read``; 0 where nothing bounds them."""
+    if live.end >= OPEN:
+        return 0
+    [which] = [w for name, w in live.compiled.reads if name == read]
+    return sum(max(0, min(b, live.end) - a) for a, b in live.compiled.selections[which].intervals)
 
 
 def sums_of(live: Live, read: str, sites: tuple[str, ...]) -> Sums:
@@ -113,21 +100,18 @@ def sums_of(live: Live, read: str, sites: tuple[str, ...]) -> Sums:
     return kept
 
 
-def record_of(live: Live, generated: int, program: Program) -> Record:
+def collected(live: Live, generated: int) -> Collected:
     """What a request of ``generated`` tokens put out: rows past P + n − 2 were computed after its stop and do not
     count.  Raises TableError where a mean has already summed such rows."""
     stop = live.prompt + max(generated, 1) - 1
-    reads: dict[tuple[str, str], ReadRows] = {}
-    for (read, sites), kept in live.kept.items():
-        found = kept.read(read, sites, stop) if isinstance(kept, Sums) else kept.read(sites, stop)
-        reads.update({(read, site): rows for site, rows in found.items()})
+    found = [kept.read(read, sites, stop, live) for (read, sites), kept in live.kept.items()]
     metrics = {}
     for name, pairs in live.metrics.items():
         chosen = dict(sorted((p, v) for p, v in dict(pairs).items() if p < stop))
         metrics[name] = (np.array(list(chosen), np.int64), np.array(list(chosen.values()), np.float32))
-    return Record(
+    return Collected(
         fired=live.ranges_fired(stop),
-        reads=reads,
+        kept=tuple(kept for kept in found if kept is not None),
         metrics=metrics,
         overridden=tuple(sorted(s for s in live.overridden if s < generated)),
     )

@@ -1,40 +1,73 @@
-"""Records on the wire between a worker and the driver: one safetensors buffer, an index in its metadata."""
+"""Records on their way from a worker to the driver, and the folders that both know.
+
+A worker in the driver's process gives its arrays as they are.  Another one sends one safetensors buffer with an index
+in it; arrays that lie in files are named there and mapped by the driver.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from vtaps.runtime.records import ReadRows, Record
-from vtaps.runtime.rowtable import RequestKey
+from vtaps.runtime.live import RequestKey
+from vtaps.runtime.records import Collected, Filed, Kept, ReadRows, Record
+from vtaps.runtime.spool import opened
+
+Array = npt.NDArray[Any]
+Open = Callable[[Filed], Array]
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "vtaps-"
 
 
-def pack(records: Iterable[tuple[RequestKey, Record]]) -> bytes:
+def record_of(found: Collected, open_file: Open = opened) -> Record:
+    """The record of what a worker collected.  Raises SpoolError."""
+    reads: dict[tuple[str, str], ReadRows] = {}
+    for kept in found.kept:
+        arrays = {name: open_file(v) if isinstance(v, Filed) else v for name, v in kept.values.items()}
+        for number, site in enumerate(kept.sites):
+            values = {name: array[:, number] for name, array in arrays.items()}
+            reads[kept.read, site] = ReadRows(kept.positions, values, kept.dtype)
+    return Record(fired=found.fired, reads=reads, metrics=found.metrics, overridden=found.overridden)
+
+
+def pack(records: Iterable[tuple[RequestKey, Collected]]) -> bytes:
     """Arrays keep their dtype; names are numbers and the index says what each is."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, Array] = {}
     index: list[dict[str, Any]] = []
 
-    def put(array: npt.NDArray[Any]) -> str:
+    def put(array: Array | Filed) -> Any:
+        if isinstance(array, Filed):
+            return [array.path, array.dtype, list(array.shape)]
         name = str(len(arrays))
         arrays[name] = np.ascontiguousarray(array)
         return name
 
-    for (key, child), record in records:
+    for (key, child), found in records:
         index.append(
             {
                 "key": key,
                 "child": child,
-                "fired": {name: list(ranges) for name, ranges in record.fired.items()},
-                "overridden": list(record.overridden),
-                "metrics": {name: [put(p), put(v)] for name, (p, v) in record.metrics.items()},
-                "reads": [
-                    [read, site, put(r.positions), r.dtype, {f: put(a) for f, a in r.values.items()}]
-                    for (read, site), r in record.reads.items()
+                "fired": {name: list(ranges) for name, ranges in found.fired.items()},
+                "overridden": list(found.overridden),
+                "metrics": {name: [put(p), put(v)] for name, (p, v) in found.metrics.items()},
+                "kept": [
+                    [k.read, k.sites, put(k.positions), k.dtype, {f: put(a) for f, a in k.values.items()}]
+                    for k in found.kept
                 ],
             }
         )
@@ -42,17 +75,94 @@ def pack(records: Iterable[tuple[RequestKey, Record]]) -> bytes:
     return save(arrays)
 
 
-def unpack(payload: bytes) -> dict[RequestKey, Record]:
-    arrays: Mapping[str, npt.NDArray[Any]] = load(payload)
-    out: dict[RequestKey, Record] = {}
+def unpack(payload: bytes) -> dict[RequestKey, Collected]:
+    arrays: Mapping[str, Array] = load(payload)
+
+    def get(said: Any) -> Array | Filed:
+        return arrays[said] if isinstance(said, str) else Filed(said[0], said[1], tuple(said[2]))
+
+    out: dict[RequestKey, Collected] = {}
     for item in json.loads(arrays["index"].tobytes()):
-        out[item["key"], item["child"]] = Record(
+        out[item["key"], item["child"]] = Collected(
             fired={name: tuple((a, b) for a, b in ranges) for name, ranges in item["fired"].items()},
-            reads={
-                (read, site): ReadRows(arrays[positions], {f: arrays[n] for f, n in values.items()}, dtype)
-                for read, site, positions, dtype, values in item["reads"]
-            },
+            kept=tuple(
+                Kept(read, tuple(sites), arrays[positions], {f: get(v) for f, v in values.items()}, dtype)
+                for read, sites, positions, dtype, values in item["kept"]
+            ),
             metrics={name: (arrays[p], arrays[v]) for name, (p, v) in item["metrics"].items()},
             overridden=tuple(item["overridden"]),
         )
     return out
+
+
+class Folders:
+    """The driver's side of its workers' files: ``spool`` on disk, made by the first worker that needs it, and for
+    workers in other processes ``shared`` in memory.  Both go with :meth:`close`, or with this object.
+
+    Raises OSError where shared memory cannot be used.
+    """
+
+    def __init__(self, spool: Path, *, others: bool) -> None:
+        self.spool = spool
+        self.shared, lock = _shared_folder() if others else (None, None)
+        self._held = 0
+        self._freed: deque[int] = deque()
+        self._gone = weakref.finalize(self, _remove, spool, self.shared, lock)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the shared files whose arrays are still alive here."""
+        while self._freed:
+            self._held -= self._freed.popleft()
+        return self._held
+
+    def records(self, answer: bytes | Iterable[tuple[RequestKey, Record]]) -> dict[RequestKey, Record]:
+        """The records in a worker's answer, whichever process it is in.  Raises SpoolError."""
+        if not isinstance(answer, bytes):
+            return dict(answer)
+        return {key: record_of(found, self._open) for key, found in unpack(answer).items()}
+
+    def _open(self, filed: Filed) -> Array:
+        rows = opened(filed)
+        if Path(filed.path).parent == self.shared:
+            self._held += rows.nbytes
+            # What shows a part of the rows keeps this array alive, not ``rows``.
+            weakref.finalize(rows.base, self._freed.append, rows.nbytes).atexit = False
+        return rows
+
+    def close(self) -> None:
+        """Safe to call twice.  Arrays that have been opened stay."""
+        self._gone()
+
+
+def _remove(spool: Path, shared: Path | None, lock: int | None) -> None:
+    shutil.rmtree(spool, ignore_errors=True)
+    if shared is not None and lock is not None:
+        shutil.rmtree(shared, ignore_errors=True)
+        os.close(lock)
+
+
+def _shared_folder() -> tuple[Path | None, int | None]:
+    """A new folder in shared memory with a lock that lasts as long as this process and its workers; folders whose
+    processes were killed go.  None where the system has no shared memory."""
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return None, None
+    _sweep()
+    # It gets its name once it is locked: another engine may be sweeping.
+    made = Path(tempfile.mkdtemp(prefix=".vtaps-", dir=SHARED_MEMORY))
+    lock = os.open(made / ".lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(SHARED_MEMORY / f"{PREFIX}{secrets.token_hex(16)}"), lock
+
+
+def _sweep() -> None:
+    for folder in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

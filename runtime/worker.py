@@ -48,16 +48,18 @@ class WorkerExtension:
             return str(error)
         return ""
 
-    def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]], asker: int) -> Any:
+    def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]], asker: int, held: int) -> Any:
         """Records of ``(key, child, generated tokens)``; the worker forgets them.
 
         A worker in the process ``asker`` gives them as they are, others in the form of
-        :mod:`vtaps.runtime.transport`.
+        :mod:`vtaps.runtime.transport`.  ``held``: see :class:`~vtaps.runtime.spool.Spool`.
         """
         from vtaps.runtime.transport import pack
 
-        records = self.vtaps_session.collect([(k, c, n) for k, c, n in wanted])  # type: ignore[attr-defined]
-        return records if asker == os.getpid() else pack(records)
+        session = self.vtaps_session  # type: ignore[attr-defined]
+        session.spool.held = held
+        keys = [(k, c, n) for k, c, n in wanted]
+        return session.collect(keys) if asker == os.getpid() else pack(session.hand_over(keys))
 
     def vtaps_verify(self) -> None:
         """Raises where a location was not launched in each step that needed it."""

@@ -141,7 +141,7 @@ def _serve(
                 block = Path(scratch) / locks.names(result.doc.file)[0]
                 block.write_text(compiled.block.source, encoding="utf-8")
                 with Engine(
-                    lock, result.doc.folder, block, Path(scratch), progress=watch.tell, in_process=in_process
+                    lock, result.doc.folder, block, Path(scratch), watch.tell, in_process=in_process, spool=folder.spool
                 ) as engine:
                     report = {**engine.report, "requests": len(waiting)}
                     for finished in engine.run(waiting, sampling_of, refused):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtaps.runtime.compat.proof import Pass, beyond
-from vtaps.runtime.rowtable import Scheduled
+from vtaps.runtime.live import Batch
 from vtaps.runtime.session import Session
 
 
@@ -42,7 +42,13 @@ class RunnerV1:
                     self._admit(request_id, int(batch.num_prompt_tokens[number]))
             starts = np.asarray(batch.num_computed_tokens_cpu[:count], np.int64)
             offsets = np.asarray(runner.query_start_loc.np[: count + 1], np.int64)
-            session.step(ids, starts, np.diff(offsets), lambda: self._batch(ids, starts, offsets))
+            counts = np.diff(offsets)
+            kept = ~runner.discard_request_mask.np[:count]
+            session.step(
+                Batch(
+                    ids, starts, counts, offsets[:-1], kept, lambda n: self._tokens(n, int(starts[n]), int(counts[n]))
+                )
+            )
             self._began = True
             return result
 
@@ -54,18 +60,6 @@ class RunnerV1:
         most = getattr(params, "max_tokens", None)
         end = {} if most is None else {"end": prompt + most - 1}
         self.session.table.admit(request_id, asked, prompt, **end)
-
-    def _batch(self, ids: list[str], starts: Any, offsets: Any) -> list[Scheduled]:
-        """The step's rows in the order of the batch."""
-        discarded = self.runner.discard_request_mask.np
-        shares: list[Scheduled] = []
-        for number, request_id in enumerate(ids):
-            start, offset = int(starts[number]), int(offsets[number])
-            count = int(offsets[number + 1]) - offset
-            wanted = self.session.table.needs_tokens(request_id)
-            tokens = self._tokens(number, start, count) if wanted else np.empty(count, np.int64)
-            shares.append(Scheduled(request_id, start, tokens, offset, not discarded[number]))
-        return shares
 
     def _tokens(self, number: int, start: int, count: int) -> npt.NDArray[np.int64]:
         """Token ids of one request's rows.

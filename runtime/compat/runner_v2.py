@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vtaps.runtime.compat.proof import Pass, beyond
-from vtaps.runtime.rowtable import Scheduled
+from vtaps.runtime.live import Batch
 from vtaps.runtime.session import Session
 
 
@@ -34,26 +34,22 @@ class RunnerV2:
         @functools.wraps(original)
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = original(*args, **kwargs)
-            offsets = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
-            starts = batch.num_computed_tokens_np.astype(np.int64)
-            session.step(batch.req_ids, starts, np.diff(offsets), lambda: self._batch(batch, starts, offsets))
+            count = batch.num_reqs
+            offsets = batch.query_start_loc_np[: count + 1].astype(np.int64)
+            starts, counts = batch.num_computed_tokens_np[:count].astype(np.int64), np.diff(offsets)
+            # After a preemption the prefill holds generated tokens too: what counts here is where it ends.
+            sampled = starts + counts >= batch.prefill_len_np[:count]
+
+            def tokens(number: int) -> Any:
+                edges = int(offsets[number]), int(offsets[number + 1])
+                return self._tokens(batch, batch.req_ids[number], int(starts[number]), *edges)
+
+            # V2 sorts its batches.
+            session.step(Batch(list(batch.req_ids), starts, counts, offsets[:-1], sampled, tokens))
             self._began = True
             return batch
 
         return prepare_inputs
-
-    def _batch(self, batch: Any, starts: Any, offsets: Any) -> list[Scheduled]:
-        """The step's rows in the order of the batch, which V2 sorts."""
-        shares: list[Scheduled] = []
-        for number, request_id in enumerate(batch.req_ids):
-            start, offset, stop = int(starts[number]), int(offsets[number]), int(offsets[number + 1])
-            tokens = np.empty(stop - offset, np.int64)
-            if self.session.table.needs_tokens(request_id):
-                tokens = self._tokens(batch, request_id, start, offset, stop)
-            # After a preemption the prefill holds generated tokens too: what counts here is where it ends.
-            sampled = start + stop - offset >= int(batch.prefill_len_np[number])
-            shares.append(Scheduled(request_id, start, tokens, offset, sampled))
-        return shares
 
     def _tokens(self, batch: Any, request_id: str, start: int, offset: int, stop: int) -> Any:
         """Token ids of one request's rows: the prompt's are known here, generated ones only on the device, and

@@ -17,6 +17,9 @@ from vtaps.spec.rows import Ints, to_ranges
 KEPT = 5
 """Findings of one kind that are printed one by one; the rest are counted."""
 
+PIECE = 4 << 20
+"""Bytes that are looked at in one go."""
+
 FLOATS: Mapping[str, tuple[str, ...]] = {
     "rows": ("rows",),
     "mean": ("mean",),
@@ -200,6 +203,15 @@ def _faults_of(kind: str, rows: ReadRows) -> Iterator[tuple[str, Ints]]:
 
 def _zero_and_finite(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """For each row, whether all of it is zero and whether all of it is finite."""
+    zero, finite = np.empty(len(values), np.bool_), np.empty(len(values), np.bool_)
+    step = max(1, PIECE * len(values) // max(1, values.nbytes))
+    for at in range(0, len(values), step):
+        some = slice(at, at + step)
+        zero[some], finite[some] = _piece(values[some], dtype)
+    return zero, finite
+
+
+def _piece(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     flat = values.reshape(len(values), int(np.prod(values.shape[1:], dtype=np.int64)))
     if dtype == "bfloat16" and flat.dtype == np.uint16:
         return (flat & 0x7FFF == 0).all(axis=1), (flat & 0x7F80 != 0x7F80).all(axis=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from vtaps.runtime.results.journal import (
     sync_folder,
     to_json,
     write_atomically,
+    write_entry,
 )
 from vtaps.runtime.results.reads import write_reads
 from vtaps.runtime.results.tables import Layout, write_tables
@@ -101,6 +103,11 @@ class RunFolder:
             return None, [_refusal("VT404", path, f"cannot write the run to {path}: {what}")]
 
     @property
+    def spool(self) -> Path:
+        """Where an engine may keep rows until their request is done: gone when the run ends, or goes on."""
+        return self.path / "partial" / ".tmp-spool"
+
+    @property
     def done(self) -> frozenset[str]:
         """The keys that are whole on disk."""
         return frozenset(self._done)
@@ -110,7 +117,8 @@ class RunFolder:
         partial = self.path / "partial"
         partial.mkdir(exist_ok=True)
         for file in partial.glob(".tmp-*"):
-            file.unlink()
+            if file != self.spool:
+                file.unlink()
         if found.kind != "unfinished" or self._discard is not None:
             for file in partial.glob("*.safetensors"):
                 file.unlink()
@@ -142,10 +150,10 @@ class RunFolder:
             raise ValueError(f"request {key!r} is not of this run")
         if key in self._done:
             raise ValueError(f"request {key!r} is already there")
-        data, findings = encode(self._lock, finished)
+        entry, arrays, findings = encode(self._lock, finished)
         if self._discard is not None:
             self._start(self._discard)
-        write_atomically(self._journal(key), data)
+        write_entry(self._journal(key), entry, arrays)
         self._done.add(key)
         return collect(findings, self._lock)
 
@@ -205,8 +213,11 @@ class RunFolder:
         if self._closed:
             return
         self._closed = True
+        shutil.rmtree(self.spool, ignore_errors=True)
         if not self._done and self._discard is None:
             shutil.rmtree(self.path / "partial", ignore_errors=True)
+        with suppress(OSError):  # a finished run that is not replaced after all has nothing in it
+            (self.path / "partial").rmdir()
         self._held.release()
         if not self._done:
             try:
@@ -243,6 +254,8 @@ def _open(
             return None, [refused]
         discard = found if overwrite and found.kind != "nothing" else None
         run = RunFolder(path, lock, order, blocks, held, discard)
+        # What a run that was killed left there.
+        shutil.rmtree(run.spool, ignore_errors=True)
         if discard is None:
             run._start(found)
         return run, []

@@ -9,18 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
 
 from vtaps.runtime.records import Completion, Finished, Request
 from vtaps.runtime.results.expected import Expected, Lock, expect, fired_positions, point_of
 from vtaps.runtime.results.findings import Finding, examine, sites_of
-from vtaps.runtime.results.tensors import read_header, tensor_dtype
+from vtaps.runtime.results.tensors import read_header, tensor_dtype, write_tensors
 from vtaps.spec.rows import to_ranges
 
 Entry = dict[str, Any]
@@ -32,8 +31,8 @@ def file_name(index: int, key: str) -> str:
     return f"{index:07d}-{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}.safetensors"
 
 
-def encode(lock: Lock, finished: Finished) -> tuple[bytes, list[Finding]]:
-    """The bytes of a journal file and what is wrong with the request."""
+def encode(lock: Lock, finished: Finished) -> tuple[Entry, Arrays, list[Finding]]:
+    """What a journal file holds, its arrays still the record's own memory, and what is wrong with the request."""
     arrays: Arrays = {}
     findings: list[Finding] = []
     completions = []
@@ -46,7 +45,7 @@ def encode(lock: Lock, finished: Finished) -> tuple[bytes, list[Finding]]:
         "completions": completions,
         "findings": [f.to_json() for f in findings],
     }
-    return save(arrays, {"vtaps": json.dumps(entry)}), findings
+    return entry, arrays, findings
 
 
 def _request(request: Request) -> dict[str, Any]:
@@ -114,7 +113,10 @@ def _reads(lock: Lock, completion: Completion, expected: Expected, arrays: Array
             "rows": int(kept.sum()),
             "positions": None if mean else first[kept].tolist(),
             "sites": {
-                site: {field: [_keep(arrays, a[kept]), tensor_dtype(a, rows.dtype)] for field, a in rows.values.items()}
+                site: {
+                    field: [_keep(arrays, _chosen(a, kept)), tensor_dtype(a, rows.dtype)]
+                    for field, a in rows.values.items()
+                }
                 for site, rows in sites.items()
             },
         }
@@ -123,8 +125,19 @@ def _reads(lock: Lock, completion: Completion, expected: Expected, arrays: Array
 
 def _keep(arrays: Arrays, array: npt.NDArray[Any]) -> str:
     name = str(len(arrays))
-    arrays[name] = np.ascontiguousarray(array)
+    arrays[name] = array
     return name
+
+
+def _chosen(array: npt.NDArray[Any], kept: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """The rows that are kept, without a copy where they are the first ones: positions are sorted."""
+    count = int(kept.sum())
+    return array[:count] if kept[:count].all() else array[kept]
+
+
+def write_entry(path: Path, entry: Entry, arrays: Arrays) -> None:
+    """Whole or not at all; nothing is held beside the arrays.  Raises OSError."""
+    write_atomically(path, lambda fd: write_tensors(fd, arrays, {"vtaps": json.dumps(entry)}))
 
 
 def read_entry(path: Path) -> Entry:
@@ -137,12 +150,16 @@ def read_entry(path: Path) -> Entry:
     return entry
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """``path`` holds either what it held before or all of ``data``, also after a power cut."""
+def write_atomically(path: Path, data: bytes | Callable[[int], None]) -> None:
+    """``path`` holds either what it held before or all of ``data``, or what that writes to a descriptor, also after a
+    power cut."""
     temporary = path.with_name(f".tmp-{path.name}")
     with temporary.open("wb") as f:
-        f.write(data)
-        f.flush()
+        if isinstance(data, bytes):
+            f.write(data)
+            f.flush()
+        else:
+            data(f.fileno())
         os.fsync(f.fileno())
     temporary.replace(path)
     sync_folder(path.parent)

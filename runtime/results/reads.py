@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-from safetensors import safe_open
 
 from vtaps.runtime.results.expected import Lock
 from vtaps.runtime.results.journal import Entry, sync_folder
 from vtaps.runtime.results.tables import GROUPS, KEY, Table, utf8
-from vtaps.runtime.results.tensors import RowWriter, read_header
+from vtaps.runtime.results.tensors import RowWriter, read_header, view
 
 OPEN_FILES = 128
 """Site files that are open at once: a read of every module must not run into the limit of descriptors."""
@@ -130,12 +130,14 @@ def _write_sites(
             reads = [c["reads"][name] for c in entry["completions"] if name in c["reads"]]
             if not reads:
                 continue
-            with safe_open(path, framework="numpy") as arrays:
-                for read in reads:
-                    for site in sites:
-                        for field, (tensor, _) in read["sites"][site].items():
-                            writers[site].write(field, row, arrays.get_tensor(tensor))
-                    row += read["rows"]
+            _, tensors = read_header(path)
+            # Straight from one file into the other: a request's rows of one site may be many.
+            whole = np.asarray(np.memmap(path, np.uint8, "r"))
+            for read in reads:
+                for site in sites:
+                    for field, (tensor, _) in read["sites"][site].items():
+                        writers[site].write(field, row, view(whole, tensors[tensor]))
+                row += read["rows"]
     finally:
         for writer in writers.values():
             writer.close()

@@ -20,6 +20,10 @@ DTYPES: Mapping[str, str] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?",
 }  # fmt: skip
+ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
+"""In which order the safetensors library puts tensors into a file; those of one type go by name."""
+PIECE = 32 << 20
+"""Bytes that are copied at once."""
 _NAMES = {np.dtype(v): k for k, v in DTYPES.items() if k != "BF16"}
 
 
@@ -73,9 +77,45 @@ def memory_map(path: Path, tensor: Tensor) -> npt.NDArray[Any]:
     return np.memmap(path, dtype, "r", tensor.offset, tensor.shape)
 
 
+def view(whole: npt.NDArray[np.uint8], tensor: Tensor) -> npt.NDArray[Any]:
+    """One tensor in the bytes of a file; bfloat16 stays bits."""
+    flat = whole[tensor.offset : tensor.offset + tensor.nbytes]
+    return flat.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+
 def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """bfloat16 bits as float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def write_tensors(fd: int, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Write the bytes of ``safetensors.numpy.save(arrays, metadata)`` without holding them; every array has an axis.
+
+    Arrays with equally many rows go side by side, some rows at a time: where they are parts of one memory, as the sites
+    of a read are, it is read once and in its own order.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at: dict[str, int] = {}
+    end = 0
+    side_by_side: dict[int, list[str]] = {}
+    for name in sorted(arrays, key=lambda n: (ORDER.index(_NAMES[arrays[n].dtype]), n)):
+        array = arrays[name]
+        at[name], stop = end, end + array.nbytes
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [end, stop],
+        }
+        end = stop
+        if array.size:
+            side_by_side.setdefault(len(array), []).append(name)
+    data = _write_header(fd, header)
+    for rows, names in side_by_side.items():
+        step = max(1, rows * PIECE // sum(arrays[n].nbytes for n in names))
+        for first in range(0, rows, step):
+            for name in names:
+                piece = arrays[name][first : first + step]
+                _write(fd, _bytes(piece), data + at[name] + first * (arrays[name].nbytes // rows))
 
 
 class RowWriter:
@@ -99,12 +139,9 @@ class RowWriter:
             }
             self._at[name] = (end, stride)
             end += rows * stride
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data = 8 + len(text)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            _write(self._fd, len(text).to_bytes(8, "little") + text, 0)
+            self._data = _write_header(self._fd, header)
             os.ftruncate(self._fd, self._data + end)
         except BaseException:
             os.close(self._fd)
@@ -114,13 +151,23 @@ class RowWriter:
         """Put ``array`` ``[k, …]`` at rows ``row … row+k−1`` of ``field``."""
         start, stride = self._at[field]
         if array.size:
-            _write(
-                self._fd, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, self._data + start + row * stride
-            )
+            _write(self._fd, _bytes(array), self._data + start + row * stride)
 
     def close(self) -> None:
         os.fsync(self._fd)
         os.close(self._fd)
+
+
+def _write_header(fd: int, header: Mapping[str, Any]) -> int:
+    """Returns where the tensors start."""
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    _write(fd, len(text).to_bytes(8, "little") + text, 0)
+    return 8 + len(text)
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _write(fd: int, data: bytes | memoryview, offset: int) -> None:

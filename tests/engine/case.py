@@ -67,7 +67,7 @@ SITES: dict[str, dict[str, Any]] = {
 
 ON_GPU: dict[str, Any] = (
     # Prompts are longer than the largest captured graph.
-    {"gpu_memory_utilization": 0.3, "max_cudagraph_capture_size": 16} if torch.cuda.is_available() else {}
+    {"gpu_memory_utilization": 0.05, "max_cudagraph_capture_size": 16} if torch.cuda.is_available() else {}
 )
 
 CALLS = {"rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens", "set": "set_"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,9 @@ def test_regimes(
             table = worker.vtaps_session.table
             original = table.step
 
-            def step(ids: Any, starts: Any, counts: Any, batch: Any) -> Any:
-                repeated.extend(starts.tolist())
-                return original(ids, starts, counts, batch)
+            def step(batch: Any) -> Any:
+                repeated.extend(batch.starts.tolist())
+                return original(batch)
 
             table.step = step
 
@@ -148,7 +149,10 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vtaps-checkout\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvtaps = vtaps.runtime.plugin:register\n")
         paths.append(str(info.parent))
-    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+        monkeypatch.syspath_prepend(str(info.parent))  # a spawned process takes the path over
+    if known := os.environ.get("PYTHONPATH"):
+        paths.append(known)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from hypothesis import strategies as st
 
-from vtaps.runtime.rowtable import RowTable, Scheduled
+from vtaps.runtime.live import Batch
+from vtaps.runtime.rowtable import RowTable
 
 Holds = Callable[[int, int, int], bool]
 """Whether a row is selected, by its position, the length of its prompt and its token."""
@@ -203,8 +204,8 @@ def schedules(
 
 
 class Runner:
-    """Asks a table for its steps as the V1 runner does: it tells the batch in full only where it is asked to, and its
-    arrays change after the call."""
+    """Asks a table for its steps as the V1 runner does: it tells the tokens of a request only where it is asked to, and
+    its arrays change after the call."""
 
     def __init__(self, asks: Sequence[Ask], table: RowTable) -> None:
         self.asks, self.table = asks, table
@@ -212,8 +213,8 @@ class Runner:
         self._starts = np.zeros(len(asks), np.int64)
 
     @contextmanager
-    def step(self, shares: Sequence[Share]) -> Iterator[tuple[list[str], Any, Any, Callable[[], list[Scheduled]]]]:
-        """The arguments of ``RowTable.step`` and ``Session.step``, good for as long as the context lasts."""
+    def step(self, shares: Sequence[Share]) -> Iterator[Batch]:
+        """What ``RowTable.step`` and ``Session.step`` take, good for as long as the context lasts."""
         for share in shares:
             ask = self.asks[share.request]
             asked = {"key": f"k{share.request}", "arm": ask.arm, "point": ask.point}
@@ -224,18 +225,13 @@ class Runner:
         offsets = np.cumsum([0, *(share.count for share in shares)])
         over = False
 
-        def batch() -> list[Scheduled]:
-            assert not over
+        def tokens(number: int) -> Any:
+            assert not over and self.table.needs_tokens(ids[number])
             self.told += 1
-            out = []
-            for share, request_id, offset in zip(shares, ids, offsets, strict=False):
-                held = np.full(share.count, -1, np.int64)
-                if self.table.needs_tokens(request_id):
-                    held[:] = [token(share.request, share.start + j) for j in range(share.count)]
-                out.append(Scheduled(request_id, share.start, held, int(offset), share.sampled))
-            return out
+            share = shares[number]
+            return np.array([token(share.request, share.start + j) for j in range(share.count)], np.int64)
 
-        yield ids, starts, np.diff(offsets), batch
+        sampled = np.array([share.sampled for share in shares], bool)
+        yield Batch(ids, starts, np.diff(offsets), offsets[:-1], sampled, tokens)
         over = True
         starts[:] = -99
-        ids[:] = []

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from tests.runtime import schedules as sch
+from vtaps.runtime.fills import Fill, StepPlan
+from vtaps.runtime.live import Batch, Scheduled, TableError
 from vtaps.runtime.lockfile import parse_program
 from vtaps.runtime.program import LockError, Program
-from vtaps.runtime.rowtable import Fill, RowTable, Scheduled, StepPlan, TableError
+from vtaps.runtime.rowtable import RowTable
 from vtaps.spec.rows import OPEN
 
 SITES = ("a", "b", "c")
@@ -172,18 +175,13 @@ def test_rows_after_collection_are_nobodys() -> None:
 
 
 def decode(table: RowTable, starts: dict[str, int], count: int = 1) -> tuple[StepPlan | None, int, bool]:
-    """``count`` tokens of each request: the plan, its shift, and whether the batch was told for it."""
-    told = []
-
-    def batch() -> list[Scheduled]:
-        told.append(True)
-        return [share(request, start, count, n * count) for n, (request, start) in enumerate(starts.items())]
-
-    ids, firsts, counts = list(starts), np.array(list(starts.values())), np.full(len(starts), count)
-    made, shift = table.step(ids, firsts, counts, batch)
+    """``count`` tokens of each request: the plan, its shift, and whether it was made for this step."""
+    batch = Batch.of([share(request, start, count, n * count) for n, (request, start) in enumerate(starts.items())])
+    with mock.patch.object(table, "_plan", wraps=table._plan) as planned:
+        made, shift = table.step(batch)
     # The runner's own, which it goes on to use.
-    ids[:], firsts[:], counts[:] = [], -1, -1
-    return made, shift, bool(told)
+    batch.ids[:], batch.starts[:], batch.counts[:] = [], -1, -1
+    return made, shift, planned.called
 
 
 def test_steady_decoding_is_planned_once() -> None:
@@ -239,8 +237,7 @@ def test_a_sampled_row_computed_again_does_not_end_its_reads(chunk: int) -> None
         decode(table, {"r": position})
     # Positions 0 … 3 again; 3 is sampled again.
     table.plan([share("r", 0, 4 - chunk, 0, sampled=False)])
-    counts = np.array([chunk])
-    table.step(["r"], np.array([4 - chunk]), counts, lambda: [share("r", 4 - chunk, chunk, 0)])
+    table.step(Batch.of([share("r", 4 - chunk, chunk, 0)]))
     for position in (4, 5):
         made, *_ = decode(table, {"r": position})
         assert made is not None and {f.name for f in made.reads} == {"all", "some", "mean"}
@@ -394,8 +391,8 @@ def test_every_step_is_its_rows_one_by_one(case: sch.Schedule) -> None:
     for event in events:
         match event:
             case sch.Step(shares):
-                with runner.step(shares) as (ids, starts, counts, batch):
-                    made, shift = table.step(ids, starts, counts, batch)
+                with runner.step(shares) as batch:
+                    made, shift = table.step(batch)
                 assert told(made, shift, table.program) == naive.step(shares)
             case sch.Dummy():
                 table.close()

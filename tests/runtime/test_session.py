@@ -4,9 +4,11 @@ request gets what its own forward says under any schedule."""
 # long because: one toy model stands behind every regime of a session
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,12 +22,12 @@ from torch import nn
 
 from tests.runtime import schedules as sch
 from tests.runtime import toy
-from vtaps.runtime import harvest, memory, ops
+from vtaps.runtime import harvest, memory, ops, spool
 from vtaps.runtime.hooks import BlockFault, InstallError, parameter_names
+from vtaps.runtime.live import Scheduled, TableError
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError
 from vtaps.runtime.records import Record
-from vtaps.runtime.rowtable import Scheduled, TableError
 from vtaps.runtime.session import Manifest, Session
 from vtaps.spec import slots
 
@@ -626,8 +628,14 @@ def test_every_request_gets_what_its_own_forward_says(
         patch.object(harvest, "GATHERED_METRICS", data.draw(st.sampled_from([1, 3, 256]), "metrics")),
         patch.object(slots, "GATHERED_STEPS", data.draw(st.sampled_from([1, 3, 64]), "gathered")),
         patch.object(memory, "EAGER_SLOTS", data.draw(st.sampled_from([1, 5, 1024]), "slots")),
+        patch.object(spool, "SMALL", data.draw(st.sampled_from([1, 300]), "small")),
+        patch.object(spool, "MESSAGE", data.draw(st.sampled_from([1, 100]), "message")),
     ):
-        session = Session(manifests[mode])
+        manifest = manifests[mode]
+        shared = data.draw(st.sampled_from([None, manifest.folder / "shared"]), "shared")
+        (manifest.folder / "shared").mkdir(exist_ok=True)
+        allowed = data.draw(st.sampled_from([None, 0, 700]), "memory")
+        session = Session(replace(manifest, spool=manifest.folder / "spool", memory=allowed, shared=shared))
         worker = toy.Worker(session, asks, limits, inside=toy.compiled if mode == "taps" else None)
         late = data.draw(st.booleans(), "logits after the step's end")
         for event in events:
@@ -646,3 +654,7 @@ def test_every_request_gets_what_its_own_forward_says(
                     compare(found, worker, i)
     session.neutral()
     assert not any(axis.board.rows.any() for axis in session.boards.axes)
+    session.close()
+    del session, worker
+    gc.collect()
+    assert not [p for name in ("spool", "shared") for p in manifest.folder.glob(f"{name}/*")]

@@ -291,7 +291,7 @@ class Worker:
         session = self.session
         last = torch.tensor(np.cumsum([share.count for share in shares]) - 1).to(self.device, non_blocking=True)
         with torch.inference_mode(), self.runner.step(shares) as step:
-            session.step(*step)
+            session.step(step)
             final = (forward or self.model)(x)
             if late:
                 session.end()

@@ -1,0 +1,169 @@
+"""Which rows of one step each edit, read, metric and override acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vtaps.runtime.live import Ints, Live, TableError
+from vtaps.spec.rows import Interval, to_ranges
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``start … stop−1`` of a fill belong to one request, at these positions."""
+
+    live: Live
+    positions: Ints
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """The rows of one step for one edit or read at ``sites``, in batch order, and their ``positions``.
+
+    Rows ``bounds[i] … bounds[i+1]−1`` are of ``lives[i]``, which had taken ``before[i]`` rows for the read before;
+    ``points[i]`` numbers the use of the edit at row ``i`` (see :attr:`Program.uses_of`, counted from 1).  ``sampled``:
+    the sites have a row a request.  ``placed``: what the harvest knows of where its rows go, by sites.
+    """
+
+    name: str
+    sites: tuple[str, ...]
+    sampled: bool
+    rows: Ints
+    positions: Ints
+    lives: tuple[Live, ...]
+    bounds: Ints
+    before: Ints
+    points: npt.NDArray[np.int32] | None = None
+    placed: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether each request has one row."""
+        return len(self.rows) == len(self.lives)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        edges = self.bounds.tolist()
+        return tuple(
+            Part(live, self.positions[a:b], a, b) for live, (a, b) in zip(self.lives, pairwise(edges), strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class MetricFill:
+    """One metric's sampled rows: ``rows[i]`` of the step's logits belongs to ``lives[i]`` at ``positions[i]``."""
+
+    name: str
+    rows: Ints
+    lives: tuple[Live, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The token sampled for request number ``row`` of the batch becomes ``token``."""
+
+    row: int
+    token: int
+    step: int
+    live: Live
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """``edits`` and ``reads`` act on tensors with a row a token, the ``sampled`` ones on those with a row a request;
+    ``speakers``: (number in the batch, request with overrides, generated step).  All positions hold for the step that
+    was planned; ``shift`` steps later they are that much greater."""
+
+    total: int
+    edits: tuple[Fill, ...]
+    reads: tuple[Fill, ...]
+    sampled_edits: tuple[Fill, ...]
+    sampled_reads: tuple[Fill, ...]
+    metrics: tuple[MetricFill, ...]
+    speakers: tuple[tuple[int, Live, int], ...]
+
+    def replacements(self, shift: int = 0) -> list[Replacement]:
+        out = []
+        for number, live, first in self.speakers:
+            step = first + shift
+            for start, ids in live.compiled.overrides:
+                if 0 <= step - start < len(ids):
+                    out.append(Replacement(number, ids[step - start], step, live))
+        return out
+
+
+@dataclass
+class Found:
+    """What a step selects for one edit or read, a piece a request: one row as numbers, more as arrays."""
+
+    lives: list[Live] = field(default_factory=list)
+    positions: list[Any] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    points: list[int] = field(default_factory=list)
+
+    def add(self, live: Live, position: Any, row: Any, count: int, point: int = 0) -> None:
+        self.lives.append(live)
+        self.positions.append(position)
+        self.rows.append(row)
+        self.counts.append(count)
+        self.points.append(point)
+
+    def fill(self, name: str, sites: tuple[str, ...], sampled: bool, *, edit: bool) -> Fill:
+        """Raises TableError for rows that are not sorted."""
+        rows, positions = _joined(self.rows), _joined(self.positions)
+        if len(rows) > 1 and not np.all(np.diff(rows) > 0):
+            raise TableError(f"{name}: the rows of a step are not sorted and unique")
+        points, before = None, np.zeros(len(self.lives), np.int64)
+        if edit:
+            points = np.repeat(np.array(self.points, np.int32), self.counts)
+        else:
+            key = (name, sampled)
+            taken = [live.places.get(key) for live in self.lives]
+            before = np.array([0 if t is None else t.count for t in taken], np.int64)
+        bounds = np.concatenate([[0], np.cumsum(self.counts)])
+        return Fill(name, sites, sampled, rows, positions, tuple(self.lives), bounds, before, points)
+
+    def at_samples(self, sampled_rows: Mapping[int, int]) -> Found:
+        """What of it is at rows that are sampled, where a row is the request's number in the batch."""
+        out = Found()
+        for live, position, row, count, point in zip(
+            self.lives, self.positions, self.rows, self.counts, self.points, strict=True
+        ):
+            # A request's only sampled row is its last one.
+            if isinstance(row, np.ndarray):
+                position, row, count = int(position[-1]), int(row[-1]), 1
+            if (number := sampled_rows.get(row)) is not None:
+                out.add(live, position, number, count, point)
+        return out
+
+
+def _joined(pieces: list[Any]) -> Ints:
+    if any(isinstance(piece, np.ndarray) for piece in pieces):
+        return np.concatenate([np.atleast_1d(np.asarray(piece, np.int64)) for piece in pieces])
+    return np.array(pieces, np.int64)
+
+
+def by_live(fill: Fill) -> Iterator[tuple[Live, int | Ints]]:
+    """Each request of a fill with its position there, or with all of them."""
+    if fill.single:
+        yield from zip(fill.lives, fill.positions.tolist(), strict=True)
+    else:
+        yield from ((part.live, part.positions) for part in fill.parts)
+
+
+def ranges(positions: int | Ints, shift: int) -> list[Interval]:
+    """The half-open ranges of positions of a plan that was used ``shift`` times more, one position further each."""
+    if isinstance(positions, int):
+        return [(positions, positions + shift + 1)]
+    return to_ranges(positions)

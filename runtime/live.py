@@ -1,0 +1,131 @@
+"""A step as vLLM schedules it, and the requests that are alive: numpy alone, no vLLM and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vtaps.runtime.program import Compiled, PointEdit
+from vtaps.spec.rows import OPEN, Interval, merge
+
+Ints = npt.NDArray[np.int64]
+RequestKey = tuple[str, int]
+"""A request's own key and the index of the child among its ``n``."""
+
+
+class TableError(Exception):
+    """The step cannot be served as asked: nothing may go out unedited or unread."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request's share of a step: rows ``offset … offset+len(tokens)−1`` of the batch hold the positions from
+    ``start`` on.  ``sampled``: the token sampled from its last row is kept (False for a chunk that is not the last)."""
+
+    request_id: str
+    start: int
+    tokens: Ints
+    offset: int
+    sampled: bool = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's rows: of request ``i`` rows ``offsets[i] … offsets[i]+counts[i]−1``, which hold the positions from
+    ``starts[i]`` on.  ``sampled`` ``[requests]`` bool as in :class:`Scheduled`; ``tokens(i)`` are the ids that its rows
+    hold, int64 ``[counts[i]]``, and is asked of requests whose selectors look at them."""
+
+    ids: list[str]
+    starts: Ints
+    counts: Ints
+    offsets: Ints
+    sampled: npt.NDArray[np.bool_]
+    tokens: Callable[[int], Ints]
+
+    @classmethod
+    def of(cls, shares: Sequence[Scheduled]) -> Batch:
+        return cls(
+            [s.request_id for s in shares],
+            np.array([s.start for s in shares], np.int64),
+            np.array([len(s.tokens) for s in shares], np.int64),
+            np.array([s.offset for s in shares], np.int64),
+            np.array([s.sampled for s in shares], bool),
+            lambda number: shares[number].tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What acts on one row: (edit, number of its use), reads, metrics."""
+
+    edits: tuple[tuple[str, int], ...] = ()
+    reads: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+
+
+NOTHING = Chosen()
+
+
+@dataclass
+class Places:
+    pieces: list[Ints] = field(default_factory=list)
+    count: int = 0
+
+
+@dataclass
+class Live:
+    """A request that the worker serves, with what was seen of it so far.
+
+    ``end``: one past the last position that can ever have a row; ``planned``: number of the last step that was planned
+    for it, and its last position there; ``fired``: edit → half-open ranges of positions;
+    ``taken``: read → the first position that it has not taken yet; ``places``: (read, at sampled rows) → the positions
+    that it has taken, in pieces, and how many they are; ``kept``: (read, sites) → what the harvest holds;
+    ``chosen``: what selects the positions of the range ``calm``.
+    """
+
+    request_id: str
+    key: RequestKey
+    prompt: int
+    compiled: Compiled
+    end: int = OPEN
+    planned: tuple[int, int] = (0, -1)
+    fired: dict[str, list[Interval]] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    places: dict[tuple[str, bool], Places] = field(default_factory=dict)
+    kept: dict[tuple[str, tuple[str, ...]], Any] = field(default_factory=dict)
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    overridden: set[int] = field(default_factory=set)
+    calm: Interval = (0, 0)
+    chosen: Chosen = NOTHING
+
+    def choose(self, position: int, uses_of: Mapping[str, Mapping[PointEdit, int]]) -> None:
+        """Make ``chosen`` that of ``position``, for a request whose selectors look at positions alone."""
+        holds = [s.holds(position) for s in self.compiled.selections]
+        until = min((s.until(position) for s in self.compiled.selections), default=OPEN)
+        self.calm = (position, until)
+        self.chosen = Chosen(
+            tuple((e.edit, uses_of[e.edit][e]) for e, which in self.compiled.edits if holds[which]),
+            tuple(r for r, which in self.compiled.reads if holds[which]),
+            tuple(m for m, which in self.compiled.metrics if holds[which]),
+        )
+
+    def positions(self, read: str, sampled: bool) -> Ints:
+        """All that it has taken for ``read``, in order."""
+        places = self.places.get((read, sampled))
+        return np.concatenate(places.pieces) if places is not None else np.empty(0, np.int64)
+
+    def step_of(self, position: int) -> int:
+        """The number of the last step that may have computed ``position``."""
+        number, last = self.planned
+        # Past what was planned, the plan was used again: one position a step.
+        return number + max(0, position - last)
+
+    def ranges_fired(self, stop: int) -> dict[str, tuple[Interval, ...]]:
+        """Edit → half-open ranges of the positions below ``stop`` at which it acted."""
+        return {
+            name: tuple((a, min(b, stop)) for a, b in merge(found) if a < stop) for name, found in self.fired.items()
+        }

@@ -1,0 +1,247 @@
+"""Where the rows that reads deliver wait until they are collected: in memory, past a bound in files of their own.
+
+A file is written as its rows arrive, so that the system can write them out and drop them from memory.  It is never
+written through a mapping: a disk that is full is then an error and not a signal, and no page of it counts as memory
+of this process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vtaps.runtime.records import Filed
+
+Array = npt.NDArray[Any]
+
+SMALL = 1 << 20
+"""An array of fewer bytes has no file on disk, however much memory is taken."""
+MESSAGE = 256 << 10
+"""An array of fewer bytes goes to a driver in another process inside the message; see docs/benchmarks.md."""
+
+PIECE = 32 << 20
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or less where its control group says so."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # the first says "max" where there is none
+            found = min(found, int(Path(limit).read_text()))
+    return found
+
+
+class SpoolError(Exception):
+    """Rows cannot be kept: the message names the folder."""
+
+
+class Spool:
+    """The memory and the files of one worker's rows.
+
+    ``memory``: bytes of rows that may be alive in memory, those included that the caller has not let go of; ``folder``:
+    where arrays go that pass it (None: memory has no bound).  ``shared``: a folder in memory for a worker whose driver
+    is another process, whose files need no copy to get there.  Folders are made when the first file is.
+
+    One thread writes (:meth:`place`, :meth:`count`); arrays may go in any.
+    """
+
+    def __init__(self, folder: Path | None = None, memory: int | None = None, shared: Path | None = None) -> None:
+        self.folder, self.memory, self.shared = folder, memory, shared
+        self.held = 0
+        """Bytes of the shared files that the driver has taken and still holds."""
+        self.alive = 0
+        # What is let go of comes from any thread, and from inside a collection of garbage: no lock may be taken.
+        self._freed: deque[int] = deque()
+
+    def place(self, size: int, more: int) -> Path | None:
+        """The folder for an array that grows by ``more`` bytes to ``size``; None: memory."""
+        while self._freed:
+            self.alive -= self._freed.popleft()
+        full = self.memory is not None and self.alive + self.held + more > self.memory
+        if full and size >= SMALL and self.folder is not None:
+            return self.folder
+        return self.shared if size >= MESSAGE else None
+
+    def count(self, size: int) -> None:
+        """``size`` more bytes are in memory."""
+        self.alive += size
+
+    def free(self, size: int) -> None:
+        """``size`` bytes are not in this worker's memory any more."""
+        self._freed.append(size)
+
+
+class Growing:
+    """One field's rows in the order in which they come, ``[rows, …]``; the first of them say the dtype and the rest of
+    the shape.
+
+    Memory for ``most`` rows is asked for at once: the system gives it as it is written, and nothing is copied
+    together at the end.
+    """
+
+    def __init__(self, spool: Spool, most: int) -> None:
+        self._spool, self._most = spool, most
+        self._rows: Array | None = None
+        self._counted = [0]
+        self._file: _File | None = None
+        self._taken = False
+        self.used = 0
+
+    def add(self, rows: Array) -> None:
+        """Append a copy of ``rows``; once the others are taken it is too late for them.  Raises SpoolError."""
+        if self._taken:
+            return
+        if self.used == 0:
+            self.dtype, self.row = rows.dtype, rows.shape[1:]
+        if self._file is None or not self._file.on_disk:
+            folder = self._spool.place(self.used * rows[:1].nbytes + rows.nbytes, rows.nbytes)
+            if folder is not None and (self._file is None or folder != self._file.folder):
+                self._move(folder)
+        if self._file is None:
+            self._remember(rows)
+        else:
+            try:
+                self._file.append(rows)
+            except SpoolError as error:
+                self._to_disk(error)
+                self._file.append(rows)
+        self.used += len(rows)
+
+    def take(self, count: int) -> Array | Filed:
+        """The first ``count`` rows (at least one), for good: whoever takes a file also removes it."""
+        self._taken = True
+        if self._file is None:
+            assert self._rows is not None
+            return self._rows[:count]
+        self._file.hand_over()
+        return Filed(str(self._file.path), self.dtype.name, (count, *self.row))
+
+    def _remember(self, rows: Array) -> None:
+        stop = self.used + len(rows)
+        if self._rows is None or len(self._rows) < stop:
+            old, counted = self._rows, self._counted[0]
+            self._rows = np.empty((max(self._most, stop), *self.row), self.dtype)
+            self._counted = [counted]
+            self._spool.count(counted)
+            weakref.finalize(self._rows, _let_go, self._spool, self._counted).atexit = False
+            if old is not None:
+                self._rows[: self.used] = old[: self.used]
+        self._rows[self.used : stop] = rows
+        self._counted[0] += rows.nbytes
+        self._spool.count(rows.nbytes)
+
+    def _move(self, folder: Path) -> None:
+        """To a file in ``folder``, with what there is."""
+        try:
+            new = _File(self._spool, folder)
+            for piece in self._pieces():
+                new.append(piece)
+        except SpoolError as error:
+            self._to_disk(error, folder)
+        else:
+            self._file, self._rows = new, None
+
+    def _to_disk(self, error: SpoolError, folder: Path | None = None) -> None:
+        """The shared ``folder`` (None: that of the file) has no room, as in many containers."""
+        disk = self._spool.folder
+        full = self._file.folder if folder is None and self._file is not None else folder
+        if disk is None or full == disk:
+            raise error
+        self._move(disk)
+
+    def _pieces(self) -> Iterator[Array]:
+        if self._rows is not None:
+            yield self._rows[: self.used]
+        elif self._file is not None:
+            yield from self._file.pieces()
+
+
+def _let_go(spool: Spool, counted: list[int]) -> None:
+    spool.free(counted[0])
+
+
+class _File:
+    """A file that only this user can read; gone with this object unless it was handed over.
+
+    It is opened for every write: a file for each of a thousand requests would run into the limit of descriptors.
+    """
+
+    def __init__(self, spool: Spool, folder: Path) -> None:
+        self.on_disk = folder != spool.shared
+        self.path = folder / f"{os.getpid()}-{secrets.token_hex(16)}"
+        self._spool, self.folder = spool, folder
+        self._counted = [0]
+        try:
+            if self.on_disk:  # the other is there, or its driver is gone
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        except OSError as error:
+            raise self._fault(error) from error
+        self._bytes = 0
+        self._gone = weakref.finalize(self, _remove, self.path, spool, self._counted)
+
+    def append(self, rows: Array) -> None:
+        """All of ``rows`` or, with SpoolError, none of them."""
+        view = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        at = self._bytes
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                while view:
+                    done = os.pwrite(fd, view, at)
+                    view, at = view[done:], at + done
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise self._fault(error) from error
+        if not self.on_disk:
+            self._spool.count(at - self._bytes)
+            self._counted[0] = at
+        self._bytes = at
+
+    def pieces(self) -> Iterator[Array]:
+        for start in range(0, self._bytes, PIECE):
+            try:
+                yield np.fromfile(self.path, np.uint8, min(PIECE, self._bytes - start), offset=start)
+            except OSError as error:
+                raise self._fault(error) from error
+
+    def hand_over(self) -> None:
+        if self._gone.detach() is not None:
+            self._spool.free(self._counted[0])
+
+    def _fault(self, error: OSError) -> SpoolError:
+        what = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+        return SpoolError(f"rows of a read cannot be kept in {self.folder}: {what}")
+
+
+def _remove(path: Path, spool: Spool, counted: list[int]) -> None:
+    path.unlink(missing_ok=True)
+    spool.free(counted[0])
+
+
+def opened(filed: Filed) -> Array:
+    """The rows of a file, mapped; its name goes now, its bytes with the last array that shows them.
+
+    What is written into the array stays in this process.  Raises SpoolError where the file is gone.
+    """
+    # numpy and mmap keep a descriptor for each mapping; torch does not.
+    size = int(np.prod(filed.shape, dtype=np.int64)) * np.dtype(filed.dtype).itemsize
+    try:
+        flat = torch.from_file(filed.path, shared=False, size=size, dtype=torch.uint8).numpy()
+        os.unlink(filed.path)
+    except (OSError, RuntimeError) as error:
+        raise SpoolError(f"rows of a read cannot be read from {filed.path}: {error}") from error
+    rows: Array = flat.view(filed.dtype).reshape(filed.shape)
+    return rows
