@@ -94,6 +94,9 @@ class Frontend:
         if is_cpu() and "VLLM_USE_AOT_COMPILE" not in os.environ:
             # On a CPU vLLM 0.32 saves a compiled model in a form that it cannot load: every start would compile anew.
             wanted["VLLM_USE_AOT_COMPILE"] = "0"
+        if not in_process and not is_cpu() and "VLLM_WORKER_MULTIPROCESSING_METHOD" not in os.environ:
+            # A forked process cannot use a GPU that this one has asked about, which vLLM does not always see.
+            wanted["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
         with environment(**wanted):
             from vllm import LLM
 
