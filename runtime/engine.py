@@ -285,8 +285,10 @@ class Engine:
                     self._call("vtaps_verify")
                     return
                 finished = self._guard(self._frontend.step)
-                if finished:
-                    yield from self._collect([(live.pop(key)[0], outputs) for key, outputs in finished])
+                asked = [(live[key][0], outputs) for key, outputs in finished]
+                for (key, _), done in zip(finished, self._collect(asked) if asked else (), strict=True):
+                    del live[key]
+                    yield done
         finally:
             if live:
                 self._give_up(live)
@@ -334,8 +336,7 @@ class Engine:
             self._frontend.abort([internal for _, internal in live.values()])
             self._frontend.call("vtaps_forget", list(live))
         except Exception:
-            # The engine is gone already, and what ended it is on its way to the caller.
-            return
+            return  # the engine is gone, and what ended it is on its way to the caller
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = self._guard(lambda: self._frontend.call(method, *args))

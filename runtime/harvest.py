@@ -9,8 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +141,7 @@ class Harvest:
         """The forward of ``step`` is on its way.  Send what has gathered, where it is enough: what is enough depends
         on the plans alone, so that all ranks send, and run the lens, in the same step."""
         self._computed = step
-        if self._stream is not None:
+        if self._stream is not None and self._open:
             self._events.append((step, torch.cuda.current_stream().record_event()))
         for taken in list(self._open):
             ring = taken.ring
@@ -217,8 +217,19 @@ class Harvest:
                 now, self._open[number] = taken.split(taken.step + taken.repeats if step is None else step)
                 pieces.append(now)
         after = self._after(step)
-        for run in neighbours([p for p in pieces if p.repeats]):
-            self._send_run(ring, run, after)
+        with self._or_failed():
+            for run in neighbours([p for p in pieces if p.repeats]):
+                self._send_run(ring, run, after)
+
+    @contextmanager
+    def _or_failed(self) -> Iterator[None]:
+        """What is being sent is in no ring any more: where that fails, nothing collected later would be whole."""
+        try:
+            yield
+        except BaseException as error:
+            lost = error if isinstance(error, Exception) else RuntimeError("rows were lost: interrupted on their way")
+            self._failed = self._failed or lost
+            raise
 
     def _after(self, step: int | None) -> Any:
         """The event of the last forward up to ``step`` (None: of the last one)."""
@@ -304,12 +315,13 @@ class Harvest:
                 for live, position in zip(fill.lives, fill.positions, strict=True):
                     live.metrics.setdefault(fill.name, []).append((position + shift, next(numbers)))
 
-        with self._aside(self._measured):
-            values = torch.cat([value for _, _, value in metrics])
-            for _, _, value in metrics:
-                if self._stream is not None:
-                    value.record_stream(self._stream)
-        self._send([values], deliver, self._measured)
+        with self._or_failed():
+            with self._aside(self._measured):
+                values = torch.cat([value for _, _, value in metrics])
+                for _, _, value in metrics:
+                    if self._stream is not None:
+                        value.record_stream(self._stream)
+            self._send([values], deliver, self._measured)
 
     def _aside(self, after: Any) -> Any:
         """Work off the model's stream, once ``after`` has passed."""
@@ -320,10 +332,10 @@ class Harvest:
         return torch.cuda.stream(self._stream)
 
     def _send(self, tensors: Sequence[Tensor], deliver: Callable[[Sequence[Array]], None], after: Any) -> None:
-        self._sent += 1
         if self._stream is None:
+            if self._failed is not None:
+                raise self._failed
             deliver([_numpy(t) for t in tensors])
-            self._sorted += 1
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._sort, name="vtaps-harvest", daemon=True)
@@ -338,6 +350,7 @@ class Harvest:
         with self._aside(after):
             host = [_to_host(t, self._stream) for t in tensors]
             event = self._stream.record_event()
+        self._sent += 1
         self._loads.put(_Load(event, size, host, deliver))
 
     def _sort(self) -> None:
@@ -351,6 +364,7 @@ class Harvest:
                 self._sorted += 1
                 self._on_way -= load.bytes
                 self._arrived.notify_all()
+            del load  # it holds requests, and the next one may be long in coming
 
 
 def _to_host(t: Tensor, stream: Any) -> Tensor:

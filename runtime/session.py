@@ -135,7 +135,8 @@ class Session:
         self.device = next(model.parameters()).device
         self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow, self.spool)
+        lens, probes = self._lens(self.program), self._probes(self.program)
+        self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
         self.at = [
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
@@ -159,18 +160,21 @@ class Session:
         new = Session(manifest)
         if (new.program.structure, new.program.mode) != (self.program.structure, self.program.mode):
             raise LockError("block.structure", "it is of another structure; start another engine")
-        self.boards.adopt(Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes))
+        # Whatever may be refused comes before anything is changed.
+        boards = Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes)
+        lens, probes = self._lens(new.program), self._probes(new.program)
+        self.boards.adopt(boards)
         self.neutral()
         self.harvest.close()
         self.manifest, self.program, self.block, self.table = manifest, new.program, new.block, new.table
-        self.harvest = Harvest(self.program, self.device, self._lens(), self._probes(), self.boards.grow, self.spool)
+        self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
 
-    def _lens(self) -> Lens | None:
-        if self.program.lens_norm is None:
+    def _lens(self, program: Program) -> Lens | None:
+        if program.lens_norm is None:
             return None
-        found = self._modules.get(self.program.lens_norm)
+        found = self._modules.get(program.lens_norm)
         if found is None:
-            raise LockError("lens", f"the model has no module {self.program.lens_norm}")
+            raise LockError("lens", f"the model has no module {program.lens_norm}")
         return Lens(found, self._quietly(self._compute_logits))
 
     def serve(self) -> None:
@@ -221,11 +225,11 @@ class Session:
         except Exception as error:
             raise BlockFault(describe(error, place, self.program)) from error
 
-    def _probes(self) -> dict[str, dict[str, Tensor]]:
+    def _probes(self, program: Program) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
-        for name, read in self.program.reads.items():
+        for name, read in program.reads.items():
             for site in read.sites if read.kind == "project" else ():
-                rows = [self.program.load_vector(v, self.program.sites[site]) for v in read.vectors]
+                rows = [program.load_vector(v, program.sites[site]) for v in read.vectors]
                 found.setdefault(name, {})[site] = torch.from_numpy(np.stack(rows)).to(self.device)
         return found
 

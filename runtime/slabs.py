@@ -104,18 +104,18 @@ def places(fill: Fill, sites: tuple[str, ...], dtype: str, size: int, spool: Spo
 def _places(fill: Fill, sites: tuple[str, ...], dtype: str, size: int, spool: Spool) -> Places:
     key = (fill.name, sites)
     gathered: list[tuple[Live, int]] = []
-    total = 0
+    total = promised = 0
     for live in fill.lives:
         if key in live.kept:
             continue
         rows = most_rows(live, fill.name)
         own = rows * size
-        if not rows or own > SHARE_BYTES or spool.place(own, own + total) is not None:
+        if not rows or own > SHARE_BYTES or spool.place(own, own + total + promised) is not None:
             live.kept[key] = Rows(rows, dtype, spool)
             continue
         if gathered and total + own > SLAB_BYTES:
             _share(gathered, key, fill.sampled, dtype, spool)
-            gathered, total = [], 0
+            gathered, total, promised = [], 0, promised + total
         gathered.append((live, rows))
         total += own
     if gathered:

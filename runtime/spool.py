@@ -30,6 +30,10 @@ SMALL = 1 << 20
 MESSAGE = 256 << 10
 """An array of fewer bytes goes to a driver in another process inside the message; see docs/benchmarks.md."""
 
+MAPPINGS = 30_000
+"""Files of records that are mapped at once, at most."""
+_mapped: set[str] = set()
+
 PIECE = 32 << 20
 
 
@@ -123,7 +127,8 @@ class Growing:
         self._taken = True
         if self._file is None:
             assert self._rows is not None
-            return self._rows[:count]
+            rows, self._rows = self._rows, None  # a plan may hold this object for long
+            return rows[:count]
         self._file.hand_over()
         return Filed(str(self._file.path), self.dtype.name, (count, *self.row))
 
@@ -131,7 +136,10 @@ class Growing:
         stop = self.used + len(rows)
         if self._rows is None or len(self._rows) < stop:
             old, counted = self._rows, self._counted[0]
-            self._rows = np.empty((max(self._most, stop), *self.row), self.dtype)
+            # Past the bound it is a file: no more is asked for than can lie in memory.
+            bound, row = self._spool.memory, max(1, rows[:1].nbytes)
+            most = self._most if bound is None else min(self._most, bound // row)
+            self._rows = np.empty((max(most, stop, 2 * self.used), *self.row), self.dtype)
             self._counted = [counted]
             self._spool.count(counted)
             weakref.finalize(self._rows, _let_go, self._spool, self._counted).atexit = False
@@ -234,12 +242,21 @@ def _remove(path: Path, spool: Spool, counted: list[int]) -> None:
 def opened(filed: Filed) -> Array:
     """The rows of a file, mapped; its name goes now, its bytes with the last array that shows them.
 
-    What is written into the array stays in this process.  Raises SpoolError where the file is gone.
+    Where many are mapped already they are copied: a process has 65,530 mappings by default, and its memory is of them
+    too.  Raises SpoolError where the file is gone.
     """
-    # numpy and mmap keep a descriptor for each mapping; torch does not.
+    # numpy and mmap keep a descriptor for each mapping; torch does not.  Shared, though the file is nobody else's: a
+    # private mapping is refused where it is larger than the memory.
     size = int(np.prod(filed.shape, dtype=np.int64)) * np.dtype(filed.dtype).itemsize
     try:
-        flat = torch.from_file(filed.path, shared=False, size=size, dtype=torch.uint8).numpy()
+        if os.stat(filed.path).st_size < size:  # torch would make it longer, or make one
+            raise OSError(errno.EIO, "it is cut off")
+        if len(_mapped) < MAPPINGS:
+            flat = torch.from_file(filed.path, shared=True, size=size, dtype=torch.uint8).numpy()
+            _mapped.add(filed.path)
+            weakref.finalize(flat, _mapped.discard, filed.path).atexit = False
+        else:
+            flat = np.fromfile(filed.path, np.uint8, size)
         os.unlink(filed.path)
     except (OSError, RuntimeError) as error:
         raise SpoolError(f"rows of a read cannot be read from {filed.path}: {error}") from error

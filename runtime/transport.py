@@ -144,12 +144,15 @@ def _remove(spool: Path, shared: Path | None, lock: int | None) -> None:
 
 def _shared_folder() -> tuple[Path | None, int | None]:
     """A new folder in shared memory with a lock that lasts as long as this process and its workers; folders whose
-    processes were killed go.  None where the system has no shared memory."""
+    processes were killed go.  None where the system has no shared memory, or no room there."""
     if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         return None, None
     _sweep()
     # It gets its name once it is locked: another engine may be sweeping.
-    made = Path(tempfile.mkdtemp(prefix=".vtaps-", dir=SHARED_MEMORY))
+    try:
+        made = Path(tempfile.mkdtemp(prefix=".vtaps-", dir=SHARED_MEMORY))
+    except OSError:
+        return None, None
     lock = os.open(made / ".lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return made.rename(SHARED_MEMORY / f"{PREFIX}{secrets.token_hex(16)}"), lock

@@ -246,7 +246,8 @@ def test_residual_identities(served: Served) -> None:
 
 @pytest.mark.parametrize("family", [f for f, modes in FAMILIES.items() if "taps" in modes])
 def test_taps_equal_eager(family: str, runs: Callable[[str, str], Run]) -> None:
-    """Every request, edited or not: the same tokens, and every row of every read as near as Hugging Face's."""
+    """Every request, edited or not: the same tokens, and every row of every read as near as two can be that are each
+    held to ``BOUND`` of Hugging Face's."""
     eager, taps = runs(family, "eager"), runs(family, "taps")
     assert [(r["request"], r["token_ids"]) for r in eager.rows] == [(r["request"], r["token_ids"]) for r in taps.rows]
     for name in eager.result.reads:
@@ -254,7 +255,7 @@ def test_taps_equal_eager(family: str, runs: Callable[[str, str], Run]) -> None:
         assert one.rows.equals(two.rows)
         for site in one.sites:
             a, b = np.asarray(one.site(site)), np.asarray(two.site(site))
-            allowed = BOUND * np.maximum(1, np.abs(a).max(-1) / 10)
+            allowed = 2 * BOUND * np.maximum(1, np.abs(a).max(-1) / 10)
             assert len(a) > 20 and (np.abs(a - b).max(-1) < allowed).all(), site
 
 
