@@ -1,4 +1,4 @@
-"""A :class:`ModelTree` as JSON (``schemas/tree-v1.schema.json``) and back, without loss.
+"""A :class:`ModelTree` as JSON (``schemas/tree-v2.schema.json``) and back, without loss.
 
 Repeated layers are written once: ``model.layers.[0..29]`` holds the modules of a run of equal layers, and for
 a layer that differs only the modules that do. A value is one word, ``bfloat16[T,576]`` or a tuple of such.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from vtaps.spec.files import write_text
+from vtaps.spec.source import Forward, op_text, parse_op
 from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
-VERSION = 1
+VERSION = 2
 """The version of the format; a cached snapshot of another version is rebuilt."""
 
 _LAYER = re.compile(r"(.+?)\.(0|[1-9]\d*)(?:\.(.+))?")
@@ -80,7 +81,7 @@ def _value_at(text: str, at: int) -> tuple[Value, int]:
 # Modules ----------------------------------------------------------------------------------------------------
 
 
-def _module_json(module: Module, clock: int, prefix: str) -> dict[str, Any]:
+def _module_json(module: Module, clock: int, prefix: str, usual: Mapping[str, str]) -> dict[str, Any]:
     """One module, its calls counted from ``clock``, paths below ``prefix`` as ``./…``."""
     made: dict[str, Any] = {"class": module.cls}
     if module.parameters:
@@ -98,10 +99,40 @@ def _module_json(module: Module, clock: int, prefix: str) -> dict[str, Any]:
     if module.same_as is not None:
         inside = prefix and module.same_as.startswith(prefix + ".")
         made["same_as"] = "./" + module.same_as[len(prefix) + 1 :] if inside else module.same_as
+    if module.forward != (None if module.same_as else usual.get(module.cls)):
+        made["forward"] = module.forward
     return made
 
 
-def _module(path: str, data: dict[str, Any], clock: int, prefix: str) -> Module:
+def _usual(forwards: Iterable[str]) -> dict[str, str]:
+    """Class → the forward that is written for no module of it: the first that is the class's own."""
+    found: dict[str, str] = {}
+    for where in forwards:
+        found.setdefault(where.rpartition(".")[0].rpartition(".")[2], where)
+    return found
+
+
+def _forward_json(forward: Forward) -> dict[str, Any]:
+    if not forward.file:
+        return {"reason": forward.reason}
+    place = f"{forward.file}:{forward.line}+{forward.lines}"
+    made: dict[str, Any] = {"at": place, "sha256": forward.digest}
+    if forward.reason:
+        made["reason"] = forward.reason
+    return made | {"ops": [op_text(op) for op in forward.ops]}
+
+
+def _forward(where: str, data: dict[str, Any]) -> Forward:
+    reason = data.get("reason", "")
+    if "at" not in data:
+        return Forward(where, reason=reason)
+    file, _, place = data["at"].rpartition(":")
+    line, _, lines = place.partition("+")
+    ops = tuple(parse_op(text) for text in data["ops"])
+    return Forward(where, file, int(line), int(lines), data["sha256"], ops, reason)
+
+
+def _module(path: str, data: dict[str, Any], clock: int, prefix: str, usual: Mapping[str, str]) -> Module:
     same_as = data.get("same_as")
     if same_as is not None and same_as.startswith("./"):
         same_as = f"{prefix}.{same_as[2:]}"
@@ -118,6 +149,7 @@ def _module(path: str, data: dict[str, Any], clock: int, prefix: str) -> Module:
         leave=None if leave is None else leave + clock,
         same_as=same_as,
         calls=data.get("calls", 0),
+        forward=data.get("forward", None if same_as else usual.get(data["class"])),
     )
 
 
@@ -163,7 +195,7 @@ def stacks(paths: list[str]) -> dict[int, tuple[str, list[list[str]], int]]:
     return found
 
 
-def _stack_json(tree: ModelTree, prefix: str, layers: list[list[str]]) -> dict[str, Any]:
+def _stack_json(tree: ModelTree, prefix: str, layers: list[list[str]], usual: Mapping[str, str]) -> dict[str, Any]:
     first = [tree.modules[paths[0]].enter for paths in layers]
     clocks = [n or 0 for n in first]
     step = clocks[1] - clocks[0]
@@ -172,7 +204,7 @@ def _stack_json(tree: ModelTree, prefix: str, layers: list[list[str]]) -> dict[s
     for i, paths in enumerate(layers):
         own = f"{prefix}.{i}"
         contents.append(
-            {path[len(own) + 1 :] or ".": _module_json(tree.modules[path], clocks[i], own) for path in paths}
+            {path[len(own) + 1 :] or ".": _module_json(tree.modules[path], clocks[i], own, usual) for path in paths}
         )
     groups: dict[str, list[int]] = {}
     for i, content in enumerate(contents):
@@ -190,7 +222,7 @@ def _stack_json(tree: ModelTree, prefix: str, layers: list[list[str]]) -> dict[s
     return {"clock": {"first": clocks[0], "step": step} if even else clocks, "blocks": blocks}
 
 
-def _stack(prefix: str, count: int, data: dict[str, Any]) -> Iterator[Module]:
+def _stack(prefix: str, count: int, data: dict[str, Any], usual: Mapping[str, str]) -> Iterator[Module]:
     clock = data["clock"]
     contents: dict[int, dict[str, Any]] = {}
     full = {block["layers"]: block["modules"] for block in data["blocks"] if "like" not in block}
@@ -202,7 +234,7 @@ def _stack(prefix: str, count: int, data: dict[str, Any]) -> Iterator[Module]:
         own = f"{prefix}.{i}"
         start = clock[i] if isinstance(clock, list) else clock["first"] + i * clock["step"]
         for name, record in contents[i].items():
-            yield _module(own if name == "." else f"{own}.{name}", record, start, own)
+            yield _module(own if name == "." else f"{own}.{name}", record, start, own, usual)
 
 
 # Trees ------------------------------------------------------------------------------------------------------
@@ -212,14 +244,15 @@ def to_json(tree: ModelTree) -> dict[str, Any]:
     """The snapshot as plain data, ``digest`` included."""
     paths = list(tree.modules)
     found = stacks(paths)
+    usual = _usual(tree.forwards)
     modules: dict[str, Any] = {}
     at = 0
     while at < len(paths):
         if at in found:
             prefix, layers, at = found[at]
-            modules[f"{prefix}.[0..{len(layers) - 1}]"] = _stack_json(tree, prefix, layers)
+            modules[f"{prefix}.[0..{len(layers) - 1}]"] = _stack_json(tree, prefix, layers, usual)
         else:
-            modules[paths[at]] = _module_json(tree.modules[paths[at]], 0, "")
+            modules[paths[at]] = _module_json(tree.modules[paths[at]], 0, "", usual)
             at += 1
     size = tree.dimensions
     made: dict[str, Any] = {
@@ -230,6 +263,7 @@ def to_json(tree: ModelTree) -> dict[str, Any]:
         "vllm": tree.vllm,
         "dimensions": {name: getattr(size, name) for name in Dimensions.__dataclass_fields__},
         "modules": modules,
+        "forwards": {where: _forward_json(forward) for where, forward in tree.forwards.items()},
     }
     if tree.unvalued is not None:
         made["unvalued"] = tree.unvalued
@@ -252,11 +286,13 @@ def from_json(data: Any) -> ModelTree:
         raise SnapshotError("the content does not have the digest it states")
     try:
         modules: dict[str, Module] = {}
+        forwards = {where: _forward(where, record) for where, record in data["forwards"].items()}
+        usual = _usual(forwards)
         for path, record in data["modules"].items():
             if found := _STACK.fullmatch(path):
-                modules.update((m.path, m) for m in _stack(found[1], int(found[2]) + 1, record))
+                modules.update((m.path, m) for m in _stack(found[1], int(found[2]) + 1, record, usual))
             else:
-                modules[path] = _module(path, record, 0, "")
+                modules[path] = _module(path, record, 0, "", usual)
         return ModelTree(
             architecture=data["architecture"],
             model_type=data["model_type"],
@@ -266,8 +302,9 @@ def from_json(data: Any) -> ModelTree:
             modules=modules,
             digest=data["digest"],
             unvalued=data.get("unvalued"),
+            forwards=forwards,
         )
-    except (KeyError, TypeError, AttributeError, IndexError) as fault:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as fault:
         raise SnapshotError(f"the snapshot lacks something: {fault!r}") from fault
 
 
@@ -278,12 +315,14 @@ def dumps(tree: ModelTree) -> str:
     for key, value in data.items():
         if key == "modules":
             lines.append(f'"modules": {{\n{_join(_module_lines(value))}\n}}')
+        elif key == "forwards":
+            lines.append(f'"forwards": {{\n{_join(_forward_lines(value))}\n}}')
         else:
             lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _join(lines: list[str]) -> str:
+def _join(lines: Iterable[str]) -> str:
     return ",\n".join(lines)
 
 
@@ -301,6 +340,16 @@ def _module_lines(modules: dict[str, Any]) -> list[str]:
         clock = json.dumps(record["clock"])
         lines.append(f'  {json.dumps(path)}: {{"clock": {clock}, "blocks": [\n{_join(blocks)}\n  ]}}')
     return lines
+
+
+def _forward_lines(forwards: dict[str, Any]) -> Iterator[str]:
+    for where, record in forwards.items():
+        head = {key: value for key, value in record.items() if key != "ops"}
+        if not record.get("ops"):
+            yield f"  {json.dumps(where)}: {json.dumps(record)}"
+            continue
+        ops = _join([f"    {json.dumps(op, ensure_ascii=False)}" for op in record["ops"]])
+        yield f'  {json.dumps(where)}: {json.dumps(head)[:-1]}, "ops": [\n{ops}\n  ]}}'
 
 
 def loads(text: str) -> ModelTree:

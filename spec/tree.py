@@ -1,13 +1,15 @@
 """The model's module tree as data: what there is to tap, before any weight is loaded.
 
 Built by ``vtaps.runtime.compat.meta_tree`` from a bare configuration, kept as a JSON snapshot
-(``schemas/tree-v1.schema.json``), read by everything left of ``run``.
+(``schemas/tree-v2.schema.json``), read by everything left of ``run``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from vtaps.spec.source import Forward
 
 ROWS = "T"
 """The row axis in a shape: one row for each token scheduled in the step."""
@@ -32,7 +34,8 @@ class Module:
     """One module. ``inputs`` follow the forward's own parameter names and order (``self`` left out);
     ``enter``/``leave`` number the calls of the abstract pass (None: never called there), ``calls`` counts them: a
     module called more than once (a rotary embedding shared by all layers) keeps the values of its first call.
-    ``same_as`` is the path under which the same module object stands first."""
+    ``same_as`` is the path under which the same module object stands first; ``forward`` names the function that it
+    runs, in :attr:`ModelTree.forwards`."""
 
     path: str
     cls: str
@@ -43,6 +46,7 @@ class Module:
     leave: int | None = None
     same_as: str | None = None
     calls: int = 0
+    forward: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class ModelTree:
     """``digest`` is the sha256 of the snapshot's content, ``modules`` are in the model's own order by path.
 
     ``unvalued`` says why the modules carry no values, where the abstract pass did not work for the architecture.
+    ``forwards``: name → the function that modules run, with its ops.
     """
 
     architecture: str
@@ -73,6 +78,7 @@ class ModelTree:
     modules: dict[str, Module]
     digest: str
     unvalued: str | None = None
+    forwards: dict[str, Forward] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

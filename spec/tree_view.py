@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vtaps.spec import aliases
 from vtaps.spec.diagnostics import Diagnostic, Span
@@ -11,6 +11,7 @@ from vtaps.spec.layers import render_layers
 from vtaps.spec.locations import children, locate, paths_of
 from vtaps.spec.places import describe, spelled
 from vtaps.spec.snapshot import stacks
+from vtaps.spec.source import Forward, Op
 from vtaps.spec.tree import ModelTree, Module, Value
 
 GAP = "  "
@@ -132,6 +133,50 @@ def render_at(tree: ModelTree, path: str, span: Span | None = None) -> tuple[str
         head = module.path + "." if module.path else ""
         lines += [f"  {name}  {tree.modules[head + name].cls}" for name in below if not name.isdecimal()]
     return "\n".join(lines) + "\n", []
+
+
+def forwards_of(tree: ModelTree, path: str) -> list[Forward]:
+    """The function of the module that :func:`render_at` shows, then those that it calls and that have ops."""
+    paths, _ = paths_of(tree, path, Span(path))
+    if not paths:
+        return []
+    module = tree.modules[paths[0]]
+    first = tree.modules[module.same_as] if module.same_as else module
+    own = tree.forwards.get(first.forward or "")
+    if own is None:
+        return []
+    return [own, *(tree.forwards[where] for where in dict.fromkeys(op.inside for op in own.ops if op.inside))]
+
+
+def render_forward(forward: Forward, source: Sequence[str] | None) -> str:
+    """A forward's own text with the names of its ops in the margin; without ``source`` the ops alone."""
+    title = f"{forward.where.rpartition('.')[2]}  {forward.file}:{forward.line}" if forward.file else forward.where
+    lines = [title]
+    if forward.reason:
+        return "\n".join([*lines, f"  without ops: {forward.reason}"]) + "\n"
+    by_line: dict[int, list[str]] = {}
+    for op in forward.ops:
+        by_line.setdefault(op.line, []).append(_margin(op))
+    if source is None:
+        lines.append("  its source is not installed here, or is another version's")
+        for number, names in sorted(by_line.items()):
+            lines.append(f"  {forward.line + number - 1:4}  {', '.join(names)}")
+        return "\n".join(lines) + "\n"
+    # What is left of the definition is in a string: it stays where it is.
+    depth = len(source[0]) - len(source[0].lstrip())
+    width = max((len(name) for names in by_line.values() for name in names), default=0)
+    for number, text in enumerate(source, 1):
+        first, *more = by_line.get(number, [""])
+        kept = text[depth:] if not text[:depth].strip() else text
+        lines.append(f"  {first.ljust(width)}  {forward.line + number - 1:5}  {kept}".rstrip())
+        lines += [f"  {name.ljust(width)}      +" for name in more]
+    return "\n".join(lines) + "\n"
+
+
+def _margin(op: Op) -> str:
+    """``*``: in a loop; ``>``: it calls a function with ops of its own."""
+    text = op.name + "*" * op.repeats + " >" * bool(op.inside)
+    return f"{text} ({op.fixed})" if op.fixed else text
 
 
 def _places(tree: ModelTree, module: Module, span: Span) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from vtaps.runtime.trees import REASON, vllm_version
 from vtaps.spec.snapshot import write_tree
+from vtaps.spec.source import Forward
 from vtaps.spec.tree import Dimensions, ModelTree, Module
 
 
@@ -119,11 +120,14 @@ def dimensions(config: Any) -> Dimensions:
 def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
     """The tree of the model that ``config_dir/config.json`` describes; raises whatever vLLM raises."""
     from vtaps.runtime.compat.abstract_pass import record
+    from vtaps.runtime.compat.forwards import read_forwards
 
     config, model = meta_model(config_dir, dtype)
     calls, unvalued = record(model, config)
     first: dict[int, str] = {}
     modules: dict[str, Module] = {}
+    by_class: dict[type, str | None] = {}
+    forwards: dict[str, Forward] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         known = first.setdefault(id(module), path)
         parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
@@ -131,6 +135,13 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
             modules[path] = Module(path, type(module).__name__, parameters, same_as=known)
             continue
         call = calls.get(path)
+        if type(module) not in by_class:
+            read = read_forwards(module)
+            by_class[type(module)] = read[0].where if read else None
+            for forward in read:
+                # A module's own reading of a function says more than that of one that calls it.
+                if forward is read[0] or forward.where not in forwards:
+                    forwards[forward.where] = forward
         modules[path] = Module(
             path,
             type(module).__name__,
@@ -140,6 +151,7 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
             enter=call.enter if call else None,
             leave=call.leave if call else None,
             calls=call.calls if call else 0,
+            forward=by_class[type(module)],
         )
     return ModelTree(
         architecture=type(model).__name__,
@@ -150,6 +162,7 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
         modules=modules,
         digest="",
         unvalued=unvalued,
+        forwards=forwards,
     )
 
 

@@ -9,8 +9,9 @@ from vtaps.spec import aliases
 from vtaps.spec.alias_tables import ALIASES, TABLES
 from vtaps.spec.diagnostics import Span
 from vtaps.spec.locations import locate
+from vtaps.spec.source import Forward, Op
 from vtaps.spec.tree import Site
-from vtaps.spec.tree_view import render, render_at
+from vtaps.spec.tree_view import forwards_of, render, render_at, render_forward
 
 # hidden 128, 4 heads of 32, 2 KV heads (GPT-2: 4), intermediate 256
 SHAPES = {
@@ -123,3 +124,48 @@ def test_one_module_shows_how_each_place_is_spelled() -> None:
     assert "attn_out[29]" in text
     _, (problem,) = render_at(tree("smollm2"), "layers.40")
     assert problem.code == "VT204"
+
+
+OPS = (
+    Op("f_0", 2, "call", "f"),
+    Op("a_0", 2, "element", "f(x)", "f_0", 0),
+    Op("g_0", 3, "call", "g", repeats=True),
+    Op("h_0", 3, "call", "h", fixed="in a lambda"),
+)
+FORWARD = Forward("vllm.m.A.forward", "vllm/m.py", 40, 4, "0" * 64, OPS)
+
+
+def test_a_forward_is_shown_with_its_ops_in_the_margin() -> None:
+    source = ["    def forward(self, x):", "        a, _ = f(x)", "        return [g(lambda: h(y)) for y in a]", ""]
+    assert render_forward(FORWARD, source).splitlines() == [
+        "forward  vllm/m.py:40",
+        "                        40  def forward(self, x):",
+        "  f_0                   41      a, _ = f(x)",
+        "  a_0                    +",
+        "  g_0*                  42      return [g(lambda: h(y)) for y in a]",
+        "  h_0 (in a lambda)      +",
+        "                        43",
+    ]
+    assert render_forward(FORWARD, None).splitlines()[1:] == [
+        "  its source is not installed here, or is another version's",
+        "    41  f_0, a_0",
+        "    42  g_0*, h_0 (in a lambda)",
+    ]
+    assert "without ops: it is not vLLM's own" in render_forward(Forward("m.f", reason="it is not vLLM's own"), None)
+
+
+def test_the_forward_of_a_module_is_found() -> None:
+    (found,) = forwards_of(tree("smollm2"), "layers.3.self_attn")
+    assert found.where == "vllm.model_executor.models.llama.LlamaAttention.forward"
+    assert "qkv_split_0" in [op.name for op in found.ops]
+    # All layers have one rotary embedding, and an activation has a body a platform.
+    for path in ("layers.3.self_attn.rotary_emb", "layers.3.mlp.act_fn"):
+        assert forwards_of(tree("smollm2"), path)[0].where.endswith(".forward_native"), path
+    assert forwards_of(tree("smollm2"), "layers") == forwards_of(tree("smollm2"), "nothing") == []
+
+
+def test_a_function_that_a_forward_calls_is_shown_below_it() -> None:
+    own, inner, *_ = forwards_of(tree("smollm2"), "layers.3.mlp")
+    (op,) = [op for op in own.ops if op.inside == inner.where]
+    assert op.name == "maybe_fused_act_quant_0" and inner.where.endswith(".maybe_fused_act_quant")
+    assert inner.ops and f"{op.name} >" in render_forward(own, None)

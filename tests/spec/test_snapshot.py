@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.spec.trees import DATA, FAMILIES, tree
 from vtaps.spec import snapshot
+from vtaps.spec.source import KINDS, Forward, Op
 from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "tree-v1.schema.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "tree-v2.schema.json").read_text())
 
 axes = st.one_of(st.integers(0, 2**31), st.sampled_from(["T", "2*T", "T+1", "?7"]))
 tensors = st.builds(
@@ -29,6 +30,23 @@ values = st.recursive(
 words = st.sampled_from(["layers", "h", "0", "1", "2", "3", "mlp", "norm", "x"])
 paths = st.one_of(st.just(""), st.lists(words, min_size=1, max_size=4).map(".".join))
 numbers = st.one_of(st.none(), st.integers(0, 500))
+named = st.sampled_from(["a.Linear.forward", "b.Linear.forward", "a.Block.forward", "a.Base.forward", "f"])
+ops = st.builds(
+    Op, st.sampled_from(["q_0", "f_1"]), st.integers(1, 9), st.sampled_from(KINDS), st.text("f(x): ", max_size=8)
+)
+functions = st.one_of(
+    st.builds(Forward, named, reason=st.text(max_size=5)),
+    st.builds(
+        Forward,
+        named,
+        st.just("vllm/a.py"),
+        st.integers(1, 99),
+        st.integers(1, 99),
+        st.just("0" * 64),
+        st.lists(ops, max_size=3).map(tuple),
+        st.text(max_size=3),
+    ),
+)
 
 
 @st.composite
@@ -40,6 +58,8 @@ def trees(draw: st.DrawFn) -> ModelTree:
         count = draw(st.integers(1, 4))
         stack = [f"model.layers.{i}{r}" for i in range(count) for r in rest]
         names = list(dict.fromkeys([*names, *stack]))
+    forwards = {f.where: f for f in draw(st.lists(functions, max_size=4))}
+    runs = st.sampled_from([None, *forwards])
     modules = {}
     for name in names:
         modules[name] = Module(
@@ -52,10 +72,11 @@ def trees(draw: st.DrawFn) -> ModelTree:
             leave=draw(numbers),
             same_as=draw(st.one_of(st.none(), st.sampled_from(["model.layers.0.mlp", "model.layers.1.mlp", "x"]))),
             calls=draw(st.integers(0, 3)),
+            forward=draw(runs),
         )
     size = Dimensions(8, 2, 2, 1, 4, draw(st.one_of(st.none(), st.just(16))), 32)
     unvalued = draw(st.one_of(st.none(), st.text(max_size=10)))
-    return ModelTree("A", "a", "float32", "0.32.0", size, modules, "", unvalued)
+    return ModelTree("A", "a", "float32", "0.32.0", size, modules, "", unvalued, forwards)
 
 
 @given(trees())
@@ -120,7 +141,7 @@ def test_the_digest_is_of_the_content_not_of_the_layout() -> None:
         snapshot.loads(changed)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"vtaps_tree": 2}', "[" * 100_000, '{"vtaps_tree": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"vtaps_tree": 1}', "[" * 100_000, '{"vtaps_tree": 2}'])
 def test_what_is_no_snapshot_is_refused(text: str) -> None:
     with pytest.raises(snapshot.SnapshotError):
         snapshot.loads(text)

@@ -20,18 +20,22 @@ def add(verbs: Any) -> None:
         epilog="example: vtaps tree models/smollm2-135m-instruct --at model.layers.10.self_attn",
     )
     verb.add_argument("model", metavar="MODEL")
-    verb.add_argument("--at", metavar="PATH", help="one module: its inputs, output, children and aliases")
+    verb.add_argument(
+        "--at",
+        metavar="PATH",
+        help="one module: its inputs, output, children, aliases, and its forward with the names of its ops",
+    )
     verb.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     verb.add_argument("--json", metavar="FILE", help="write the snapshot to a file")
     add_format(verb)
 
 
 def run(args: argparse.Namespace) -> int:
-    from vtaps.runtime.trees import tree_for
+    from vtaps.runtime.trees import source_of, tree_for
     from vtaps.spec.diagnostics import Diagnostic, Span
     from vtaps.spec.models import find_config
     from vtaps.spec.snapshot import write_tree
-    from vtaps.spec.tree_view import render, render_at
+    from vtaps.spec.tree_view import forwards_of, render, render_at, render_forward
 
     span = Span(args.model)
     folder, found = find_config(args.model, Path.cwd(), span)
@@ -60,4 +64,6 @@ def run(args: argparse.Namespace) -> int:
         report(problems, args.format, {})
         return 1
     print(text)
+    for forward in forwards_of(tree, args.at):
+        print(render_forward(forward, source_of(forward)))
     return 0

@@ -1,0 +1,98 @@
+"""The functions that a model's modules run, and the ops in them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sysconfig
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from vtaps.codegen.source_ops import SourceError, ops_of
+from vtaps.spec.source import Forward, Op
+
+
+def forward_function(module: Any) -> Callable[..., Any] | None:
+    """The function that a module runs: its class's ``forward``, and of vLLM's ops with a body a platform the one that
+    a compiler traces.  None for a module that only holds others."""
+    kind = type(module)
+    forward = kind.forward
+    if getattr(forward, "__qualname__", "") == "CustomOp.forward":
+        forward = kind.forward_native
+    function: Callable[..., Any] = inspect.unwrap(forward)
+    return None if function.__name__ == "_forward_unimplemented" else function
+
+
+def read_forwards(module: Any) -> list[Forward]:
+    """The forward of a module with its ops, and the functions that it calls, with theirs: one level down.
+
+    The first is the module's own; none for a module that only holds others.  ``reason`` is in one without ops.
+    """
+    function = forward_function(module)
+    if function is None:
+        return []
+    forward = _read(function)
+    inner: dict[str, Forward] = {}
+    ops = []
+    for op in forward.ops:
+        called = _callee(op, function, type(module)) if op.kind == "call" else None
+        found = _read(called) if called is not None else None
+        if found is not None and found.ops and found.where != forward.where:
+            inner[found.where] = found
+            op = replace(op, inside=found.where)
+        ops.append(op)
+    return [replace(forward, ops=tuple(ops)), *inner.values()]
+
+
+def _callee(op: Op, function: Callable[..., Any], kind: type) -> Callable[..., Any] | None:
+    """The Python function of vLLM's that an op calls, found without running anything: a method of the class other than
+    ``forward``, or a function of the module's."""
+    root, *names = op.text.split(".")
+    if not all(name.isidentifier() for name in (root, *names)):
+        return None
+    if root == "self" and len(names) == 1:
+        found = inspect.getattr_static(kind, names[0], None)
+    elif root != "self":
+        found = getattr(function, "__globals__", {}).get(root)
+        for name in names:
+            found = getattr(found, name, None) if isinstance(found, ModuleType) else None
+    else:
+        return None
+    if isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    if not isinstance(found, FunctionType) or found.__name__ == "forward":
+        return None
+    called: Callable[..., Any] = inspect.unwrap(found)
+    return called
+
+
+@lru_cache(maxsize=4096)
+def _read(function: Callable[..., Any]) -> Forward:
+    where = f"{function.__module__}.{function.__qualname__}"
+    if not function.__module__.startswith("vllm."):
+        return Forward(where, reason="it is not vLLM's own")
+    try:
+        lines, first = inspect.getsourcelines(function)
+        file = Path(inspect.getfile(function)).resolve()
+    except (OSError, TypeError) as error:
+        return Forward(where, reason=f"its source is not at hand: {error}")
+    source = "".join(lines)
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    try:
+        ops, reason = ops_of(source), ""
+    except SourceError as error:
+        ops, reason = (), str(error)
+    return Forward(where, _below_packages(file), first, len(lines), digest, ops, reason)
+
+
+def _below_packages(file: Path) -> str:
+    for name in ("purelib", "platlib"):
+        folder = Path(sysconfig.get_path(name)).resolve()
+        if file.is_relative_to(folder):
+            return file.relative_to(folder).as_posix()
+    parts = file.parts
+    return "/".join(parts[len(parts) - 1 - parts[::-1].index("vllm") :]) if "vllm" in parts else file.name
