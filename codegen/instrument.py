@@ -1,0 +1,152 @@
+"""A forward with taps around some of its ops: the same function, but these values go through one more call each."""
+
+from __future__ import annotations
+import __future__
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import libcst as cst
+
+from vtaps.codegen.source_ops import Found, Function, find_ops, parse_function
+from vtaps.spec.source import Op
+
+TAP = "__vtaps_tap__"
+_SHELL = "__vtaps_shell__"
+_FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+
+
+class InstrumentError(ValueError):
+    """The function cannot be had with these taps."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One expression of a function and the ops whose value it is: itself, and the names that it is bound to."""
+
+    node: cst.BaseExpression
+    ops: tuple[Op, ...]
+
+
+def points(function: Function, wanted: Collection[str] | None = None) -> list[Point]:
+    """The expressions to put a tap around for the ops ``wanted`` (None: all that can have one).
+
+    A name that is bound to an op's value, or to an element of it, has that op's.  Raises InstrumentError for an op that
+    is not there or cannot have one.
+    """
+    found = find_ops(function)
+    by_name = {f.op.name: f for f in found}
+    if wanted is not None and (absent := sorted(set(wanted) - set(by_name))):
+        raise InstrumentError(f"no op {', '.join(absent)}; there are {', '.join(by_name)}")
+    out: dict[int, tuple[cst.BaseExpression, list[Op]]] = {}
+    for name in by_name if wanted is None else wanted:
+        one = by_name[name]
+        source = by_name[one.op.of] if one.op.of else one
+        why = _why_not(source)
+        if not why:
+            out.setdefault(id(source.node), (source.node, []))[1].append(one.op)
+        elif wanted is not None:
+            raise InstrumentError(f"{name}: nothing can be put around it ({why})")
+    return [Point(node, tuple(ops)) for node, ops in out.values()]
+
+
+def _why_not(found: Found) -> str:
+    return found.op.fixed or ("an augmented assignment" if found.op.kind == "augmented" else "")
+
+
+def instrumented_source(source: str, wanted: Collection[str] | None = None) -> str:
+    """``source``, at the left margin, with ``TAP("names", value)`` in place of each value; no line is moved.
+
+    The names are those of the ops at that place, in order, joined by a space.  Raises SourceError, InstrumentError.
+    """
+    function = parse_function(source)
+    made = _instrument(function, wanted)
+    module = cst.Module([made], default_indent=function.module.default_indent)
+    return module.code
+
+
+def _instrument(function: Function, wanted: Collection[str] | None) -> cst.FunctionDef:
+    names = {id(p.node): " ".join(op.name for op in p.ops) for p in points(function, wanted)}
+    made = function.node.visit(_Inserter(names))
+    assert isinstance(made, cst.FunctionDef)
+    return made
+
+
+class _Inserter(cst.CSTTransformer):
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        updated: Any = super().on_leave(original_node, updated_node)
+        name = self._names.get(id(original_node))
+        if name is None:
+            return updated
+        if isinstance(updated, (cst.Tuple, cst.GeneratorExp, cst.Yield)) and not updated.lpar:
+            updated = updated.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        return cst.Call(
+            cst.Name(TAP), [cst.Arg(cst.SimpleString(f'"{name}"'), comma=comma), cst.Arg(updated)]
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Instrumented:
+    """The compiled form of a function with taps; :meth:`bind` makes functions of it."""
+
+    function: FunctionType
+    code: CodeType
+    source: str
+
+    def bind(self, tap: Callable[[str, Any], Any]) -> FunctionType:
+        """The function with ``tap(names, value)`` called at each point; what it returns is the value there.
+
+        Globals, defaults, annotations and the cells of its closure are the function's own.  The tap is in a cell too: a
+        compiler looks globals up in the module.
+        """
+        old = self.function
+        cells = dict(zip(old.__code__.co_freevars, old.__closure__ or (), strict=True)) | {TAP: CellType(tap)}
+        closure = tuple(cells[name] for name in self.code.co_freevars)
+        made = FunctionType(self.code, old.__globals__, old.__name__, old.__defaults__, closure)
+        made.__kwdefaults__, made.__qualname__ = old.__kwdefaults__, old.__qualname__
+        made.__annotations__, made.__doc__, made.__module__ = old.__annotations__, old.__doc__, old.__module__
+        made.__dict__.update(old.__dict__)
+        return made
+
+
+def instrument(
+    function: FunctionType, source: str, line: int, file: str, wanted: Collection[str] | None = None
+) -> Instrumented:
+    """``function`` with taps around the ops ``wanted``; ``source`` is its text, which starts at ``line`` of ``file``.
+
+    Decorators are left out: what they made of the function is not the function.  Raises SourceError, InstrumentError.
+    """
+    parsed = parse_function(source)
+    made = _instrument(parsed, wanted).with_changes(decorators=[], leading_lines=[])
+    dropped = parsed.line(parsed.node.name) - 1
+    names = (*function.__code__.co_freevars, TAP)
+    shell = cst.FunctionDef(
+        cst.Name(_SHELL),
+        cst.Parameters([cst.Param(cst.Name(name)) for name in names]),
+        cst.IndentedBlock([made, cst.parse_statement(f"return {made.name.value}\n")]),
+    )
+    text = cst.Module([shell], default_indent=parsed.module.default_indent).code
+    # The shell's own line stands above the definition's, so that every line keeps its number in the file.
+    text = "\n" * (line + dropped - 2) + text if line + dropped >= 2 else text
+    flags = function.__code__.co_flags & _FUTURE
+    try:
+        compiled = compile(text, file, "exec", dont_inherit=True, flags=flags)
+    except SyntaxError as error:
+        raise InstrumentError(f"it does not compile with taps: {error.msg}, line {error.lineno}") from error
+    shell_code = _code(compiled, _SHELL)
+    code = _code(shell_code, function.__code__.co_name)
+    missing = set(code.co_freevars) - set(names)
+    if missing:
+        raise InstrumentError(f"it does not compile with taps: {', '.join(sorted(missing))} are not in its closure")
+    return Instrumented(function, code, text)
+
+
+def _code(inside: CodeType, name: str) -> CodeType:
+    return next(c for c in inside.co_consts if isinstance(c, CodeType) and c.co_name == name)
