@@ -101,6 +101,8 @@ def _module_json(module: Module, clock: int, prefix: str, usual: Mapping[str, st
         made["same_as"] = "./" + module.same_as[len(prefix) + 1 :] if inside else module.same_as
     if module.forward != (None if module.same_as else usual.get(module.cls)):
         made["forward"] = module.forward
+    if module.ops:
+        made["ops"] = {name: value_text(value) for name, value in module.ops}
     return made
 
 
@@ -150,6 +152,7 @@ def _module(path: str, data: dict[str, Any], clock: int, prefix: str, usual: Map
         same_as=same_as,
         calls=data.get("calls", 0),
         forward=data.get("forward", None if same_as else usual.get(data["class"])),
+        ops=tuple((name, parse_value(text)) for name, text in data.get("ops", {}).items()),
     )
 
 

@@ -35,7 +35,8 @@ class Module:
     ``enter``/``leave`` number the calls of the abstract pass (None: never called there), ``calls`` counts them: a
     module called more than once (a rotary embedding shared by all layers) keeps the values of its first call.
     ``same_as`` is the path under which the same module object stands first; ``forward`` names the function that it
-    runs, in :attr:`ModelTree.forwards`."""
+    runs, in :attr:`ModelTree.forwards`, ``ops`` what its ops computed in the first call (one on a branch that was not
+    taken is not there)."""
 
     path: str
     cls: str
@@ -47,6 +48,7 @@ class Module:
     same_as: str | None = None
     calls: int = 0
     forward: str | None = None
+    ops: tuple[tuple[str, Value], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from vtaps.spec import aliases
 from vtaps.spec.diagnostics import Diagnostic, Span
@@ -135,8 +135,9 @@ def render_at(tree: ModelTree, path: str, span: Span | None = None) -> tuple[str
     return "\n".join(lines) + "\n", []
 
 
-def forwards_of(tree: ModelTree, path: str) -> list[Forward]:
-    """The function of the module that :func:`render_at` shows, then those that it calls and that have ops."""
+def forwards_of(tree: ModelTree, path: str) -> list[tuple[Forward, Mapping[str, Value]]]:
+    """The function of the module that :func:`render_at` shows with what its ops computed, then those that it calls and
+    that have ops."""
     paths, _ = paths_of(tree, path, Span(path))
     if not paths:
         return []
@@ -145,26 +146,30 @@ def forwards_of(tree: ModelTree, path: str) -> list[Forward]:
     own = tree.forwards.get(first.forward or "")
     if own is None:
         return []
-    return [own, *(tree.forwards[where] for where in dict.fromkeys(op.inside for op in own.ops if op.inside))]
+    inner = dict.fromkeys(op.inside for op in own.ops if op.inside)
+    return [(own, dict(first.ops)), *((tree.forwards[where], {}) for where in inner)]
 
 
-def render_forward(forward: Forward, source: Sequence[str] | None) -> str:
-    """A forward's own text with the names of its ops in the margin; without ``source`` the ops alone."""
+def render_forward(forward: Forward, values: Mapping[str, Value], source: Sequence[str] | None) -> str:
+    """A forward's own text with the names of its ops and what they computed in the margin; without ``source`` the ops
+    alone."""
     title = f"{forward.where.rpartition('.')[2]}  {forward.file}:{forward.line}" if forward.file else forward.where
     lines = [title]
     if forward.reason:
         return "\n".join([*lines, f"  without ops: {forward.reason}"]) + "\n"
+    names = [_margin(op) for op in forward.ops]
+    width = max(map(len, names), default=0)
     by_line: dict[int, list[str]] = {}
-    for op in forward.ops:
-        by_line.setdefault(op.line, []).append(_margin(op))
+    for op, name in zip(forward.ops, names, strict=True):
+        value = describe(values[op.name]) if op.name in values else ""
+        by_line.setdefault(op.line, []).append(f"{name.ljust(width)}  {value}".rstrip())
     if source is None:
         lines.append("  its source is not installed here, or is another version's")
-        for number, names in sorted(by_line.items()):
-            lines.append(f"  {forward.line + number - 1:4}  {', '.join(names)}")
+        lines += [f"  {forward.line + n - 1:5}  {name}" for n, found in sorted(by_line.items()) for name in found]
         return "\n".join(lines) + "\n"
     # What is left of the definition is in a string: it stays where it is.
     depth = len(source[0]) - len(source[0].lstrip())
-    width = max((len(name) for names in by_line.values() for name in names), default=0)
+    width = max((len(name) for found in by_line.values() for name in found), default=0)
     for number, text in enumerate(source, 1):
         first, *more = by_line.get(number, [""])
         kept = text[depth:] if not text[:depth].strip() else text

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from vtaps.runtime.compat.forwards import tap_ops
 from vtaps.spec.tree import ROWS, Value
 
 ROW_COUNTS = (7, 13)
@@ -23,20 +24,24 @@ TUPLE_LIMIT = 16
 
 @dataclass(frozen=True)
 class Call:
-    """The first call of one module; ``calls`` counts all of one pass."""
+    """The first call of one module; ``calls`` counts all of one pass, ``ops`` are the first values in its forward."""
 
     inputs: tuple[tuple[str, Value | None], ...]
     output: Value | None
     enter: int
     leave: int
     calls: int
+    ops: dict[str, Value] = field(default_factory=dict)
 
 
 def record(model: Any, config: Any) -> tuple[dict[str, Call], str | None]:
     """``(path → call, None)``, or ``({}, why)`` where the architecture does not run on fake tensors."""
     stub_weights(model, config.model_config.dtype)
     try:
-        one, other = (_pass(model, config, rows) for rows in ROW_COUNTS)
+        try:
+            one, other = (_pass(model, config, rows, ops=True) for rows in ROW_COUNTS)
+        except Exception:  # a forward may look at itself: its modules' values are then of use alone
+            one, other = (_pass(model, config, rows, ops=False) for rows in ROW_COUNTS)
     except Exception as fault:  # an architecture may do anything in its forward: the tree alone is still of use
         text = str(fault).strip().splitlines()
         return {}, f"{type(fault).__name__}: {text[0] if text else ''}"[:200]
@@ -47,6 +52,11 @@ def record(model: Any, config: Any) -> tuple[dict[str, Call], str | None]:
             enter=call.enter,
             leave=call.leave,
             calls=call.calls,
+            ops={
+                name: merged
+                for name, value in call.ops.items()
+                if (merged := _merge(value, other[path].ops.get(name))) is not None
+            },
         )
         for path, call in one.items()
         if path in other
@@ -118,12 +128,13 @@ def _axis(one: int, other: int) -> int | str:
     return text + (f"+{offset}" if offset > 0 else str(offset) if offset < 0 else "")
 
 
-def _pass(model: Any, config: Any, rows: int) -> dict[str, Call]:
+def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
 
     found: dict[str, Call] = {}
+    values: dict[str, dict[str, Value]] = {}
     clock = 0
 
     def hook_pair(path: str, module: Any) -> list[Any]:
@@ -140,9 +151,9 @@ def _pass(model: Any, config: Any, rows: int) -> dict[str, Call]:
             enter, inputs = entered.pop()
             if path in found:
                 known = found[path]
-                found[path] = Call(known.inputs, known.output, known.enter, known.leave, known.calls + 1)
+                found[path] = replace(known, calls=known.calls + 1)
             else:
-                found[path] = Call(inputs, describe(output), enter, clock, 1)
+                found[path] = Call(inputs, describe(output), enter, clock, 1, dict(values.get(path, {})))
             clock += 1
 
         return [
@@ -150,7 +161,13 @@ def _pass(model: Any, config: Any, rows: int) -> dict[str, Call]:
             module.register_forward_hook(after, with_kwargs=True),
         ]
 
+    def seen(path: str, name: str, value: Any) -> None:
+        of = values.setdefault(path, {})
+        if name not in of:
+            of[name] = describe(value)
+
     handles = [h for path, module in model.named_modules() for h in hook_pair(path, module)]
+    restore = tap_ops(model, seen) if ops else lambda: None
     try:
         with (
             set_current_vllm_config(config),
@@ -162,6 +179,7 @@ def _pass(model: Any, config: Any, rows: int) -> dict[str, Call]:
             positions = torch.zeros(rows, dtype=torch.long, device="meta")
             model(ids, positions)
     finally:
+        restore()
         for handle in handles:
             handle.remove()
     return found

@@ -6,12 +6,13 @@ import hashlib
 import inspect
 import sysconfig
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+from vtaps.codegen.instrument import Instrumented, InstrumentError, instrument
 from vtaps.codegen.source_ops import SourceError, ops_of
 from vtaps.spec.source import Forward, Op
 
@@ -87,6 +88,62 @@ def _read(function: Callable[..., Any]) -> Forward:
     except SourceError as error:
         ops, reason = (), str(error)
     return Forward(where, _below_packages(file), first, len(lines), digest, ops, reason)
+
+
+def tap_ops(model: Any, seen: Callable[[str, str, Any], None]) -> Callable[[], None]:
+    """Let ``seen(path, name, value)`` hear of every op of every module's forward, under the path at which the module
+    stands first; what is returned takes it back.
+
+    An op that is bound to names, or unpacked, is heard of under each of them.
+    """
+    undo: list[Callable[[], None]] = []
+    for path, module in model.named_modules():
+        function = forward_function(module)
+        made = None if function is None else _instrumented(function)
+        if made is None:
+            continue
+        items = {op.name: op.item for op in made.ops if op.kind == "element"}
+
+        def tap(names: str, value: Any, path: str = path, items: dict[str, int | None] = items) -> Any:
+            for name in names.split():
+                item = items.get(name)
+                whole = isinstance(value, (tuple, list))
+                seen(path, name, value[item] if item is not None and whole and item < len(value) else value)
+            return value
+
+        attribute = "forward" if inspect.unwrap(type(module).forward) is function else "_forward_method"
+        old: Any = getattr(module, attribute, None)
+        if old is None or inspect.unwrap(getattr(old, "__func__", old)) is not function:
+            continue  # this platform runs another body
+        bound = made.forward.bind(tap)
+        had = attribute in module.__dict__
+        setattr(module, attribute, MethodType(bound, module) if inspect.ismethod(old) else bound)
+        undo.append(partial(setattr, module, attribute, old) if had else partial(delattr, module, attribute))
+
+    def restore() -> None:
+        for one in undo:
+            one()
+
+    return restore
+
+
+@dataclass(frozen=True)
+class _Tapped:
+    forward: Instrumented
+    ops: tuple[Op, ...]
+
+
+@lru_cache(maxsize=4096)
+def _instrumented(function: Callable[..., Any]) -> _Tapped | None:
+    """None for a function without ops, or whose text says that it is another."""
+    read = _read(function)
+    if not read.ops or not isinstance(function, FunctionType):
+        return None
+    lines, first = inspect.getsourcelines(function)
+    try:
+        return _Tapped(instrument(function, "".join(lines), first, inspect.getfile(function)), read.ops)
+    except InstrumentError:
+        return None
 
 
 def _below_packages(file: Path) -> str:

@@ -152,6 +152,7 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
             leave=call.leave if call else None,
             calls=call.calls if call else 0,
             forward=by_class[type(module)],
+            ops=tuple(call.ops.items()) if call else (),
         )
     return ModelTree(
         architecture=type(model).__name__,

@@ -9,8 +9,9 @@ from vtaps.spec import aliases
 from vtaps.spec.alias_tables import ALIASES, TABLES
 from vtaps.spec.diagnostics import Span
 from vtaps.spec.locations import locate
+from vtaps.spec.places import describe
 from vtaps.spec.source import Forward, Op
-from vtaps.spec.tree import Site
+from vtaps.spec.tree import Site, Value
 from vtaps.spec.tree_view import forwards_of, render, render_at, render_forward
 
 # hidden 128, 4 heads of 32, 2 KV heads (GPT-2: 4), intermediate 256
@@ -137,35 +138,78 @@ FORWARD = Forward("vllm.m.A.forward", "vllm/m.py", 40, 4, "0" * 64, OPS)
 
 def test_a_forward_is_shown_with_its_ops_in_the_margin() -> None:
     source = ["    def forward(self, x):", "        a, _ = f(x)", "        return [g(lambda: h(y)) for y in a]", ""]
-    assert render_forward(FORWARD, source).splitlines() == [
-        "forward  vllm/m.py:40",
-        "                        40  def forward(self, x):",
-        "  f_0                   41      a, _ = f(x)",
-        "  a_0                    +",
-        "  g_0*                  42      return [g(lambda: h(y)) for y in a]",
-        "  h_0 (in a lambda)      +",
-        "                        43",
-    ]
-    assert render_forward(FORWARD, None).splitlines()[1:] == [
-        "  its source is not installed here, or is another version's",
-        "    41  f_0, a_0",
-        "    42  g_0*, h_0 (in a lambda)",
-    ]
-    assert "without ops: it is not vLLM's own" in render_forward(Forward("m.f", reason="it is not vLLM's own"), None)
+    pair = Value("tuple", items=(Value("tensor", "float32", ("T", 8)), Value("none")))
+    values = {"f_0": pair, "a_0": pair.items[0], "g_0": Value("tensor", "int64", ("T",))}
+    lines = render_forward(FORWARD, values, source).splitlines()
+    assert lines[0] == "forward  vllm/m.py:40" and lines[1].split() == ["40", "def", "forward(self,", "x):"]
+    assert lines[2].split()[0] == "f_0" and describe(pair) in lines[2] and lines[2].endswith("a, _ = f(x)")
+    assert lines[3].split()[0] == "a_0" and describe(pair.items[0]) in lines[3] and lines[3].endswith("+")
+    assert (
+        lines[4].split()[0] == "g_0*"
+        and "int64[T]" in lines[4]
+        and lines[5].split()[:4] == ["h_0", "(in", "a", "lambda)"]
+    )
+    assert len({line.index(code) for line, code in zip((lines[1], lines[2]), ("def", "    a, _"), strict=True)}) == 1
+    assert [line.split()[:2] for line in render_forward(FORWARD, values, None).splitlines()[2:]] == [
+        ["41", "f_0"], ["41", "a_0"], ["42", "g_0*"], ["42", "h_0"],
+    ]  # fmt: skip
+    reason = Forward("m.f", reason="it is not vLLM's own")
+    assert "without ops: it is not vLLM's own" in render_forward(reason, {}, None)
 
 
 def test_the_forward_of_a_module_is_found() -> None:
-    (found,) = forwards_of(tree("smollm2"), "layers.3.self_attn")
+    ((found, values),) = forwards_of(tree("smollm2"), "layers.3.self_attn")
     assert found.where == "vllm.model_executor.models.llama.LlamaAttention.forward"
-    assert "qkv_split_0" in [op.name for op in found.ops]
+    assert {name: describe(value) for name, value in values.items()} == {
+        "self_qkv_proj_0": "([T, 960], None)",
+        "qkv_0": "[T, 960]",
+        "qkv_split_0": "([T, 576], [T, 192], [T, 192])",
+        "q_0": "[T, 576]",
+        "k_0": "[T, 192]",
+        "v_0": "[T, 192]",
+        "self_rotary_emb_0": "([T, 576], [T, 192])",
+        "q_1": "[T, 576]",
+        "k_1": "[T, 192]",
+        "self_attn_0": "[T, 576]",
+        "attn_output_0": "[T, 576]",
+        "self_o_proj_0": "([T, 576], None)",
+        "output_0": "[T, 576]",
+    }
     # All layers have one rotary embedding, and an activation has a body a platform.
     for path in ("layers.3.self_attn.rotary_emb", "layers.3.mlp.act_fn"):
-        assert forwards_of(tree("smollm2"), path)[0].where.endswith(".forward_native"), path
+        assert forwards_of(tree("smollm2"), path)[0][0].where.endswith(".forward_native"), path
     assert forwards_of(tree("smollm2"), "layers") == forwards_of(tree("smollm2"), "nothing") == []
 
 
+def test_the_first_layer_takes_another_branch() -> None:
+    first, second = (dict(tree("smollm2").modules[f"model.layers.{i}"].ops) for i in (0, 1))
+    assert "self_input_layernorm_0" in first and "self_input_layernorm_1" not in first
+    assert "self_input_layernorm_1" in second and "self_input_layernorm_0" not in second
+
+
 def test_a_function_that_a_forward_calls_is_shown_below_it() -> None:
-    own, inner, *_ = forwards_of(tree("smollm2"), "layers.3.mlp")
+    (own, _), (inner, _), *_ = forwards_of(tree("smollm2"), "layers.3.mlp")
     (op,) = [op for op in own.ops if op.inside == inner.where]
     assert op.name == "maybe_fused_act_quant_0" and inner.where.endswith(".maybe_fused_act_quant")
-    assert inner.ops and f"{op.name} >" in render_forward(own, None)
+    assert inner.ops and f"{op.name} >" in render_forward(own, {}, None)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "smollm2", "opt", "dbrx"])
+def test_what_an_op_computes_is_what_the_module_it_calls_puts_out(family: str) -> None:
+    """The values of ops and of modules are recorded apart from each other."""
+    compared = 0
+    for module in tree(family).modules.values():
+        forward = tree(family).forwards.get(module.forward or "")
+        values = dict(module.ops)
+        for op in forward.ops if forward is not None else ():
+            if op.name not in values:
+                continue
+            if op.kind == "element" and op.of in values:
+                assert values[op.of].items[op.item or 0] == values[op.name], (module.path, op.name)
+            child = tree(family).modules.get(f"{module.path}.{op.text.removeprefix('self.')}".lstrip("."))
+            if op.kind == "call" and op.text.startswith("self.") and child is not None:
+                real = tree(family).modules[child.same_as] if child.same_as else child
+                if real.calls == 1 and not op.repeats:
+                    assert values[op.name] == real.output, (module.path, op.name)
+                    compared += 1
+    assert compared > 8

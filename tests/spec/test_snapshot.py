@@ -73,6 +73,7 @@ def trees(draw: st.DrawFn) -> ModelTree:
             same_as=draw(st.one_of(st.none(), st.sampled_from(["model.layers.0.mlp", "model.layers.1.mlp", "x"]))),
             calls=draw(st.integers(0, 3)),
             forward=draw(runs),
+            ops=draw(st.sampled_from([(), (("q_0", Value("tensor", "float32", ("T", 4))), ("f_0", Value("none")))])),
         )
     size = Dimensions(8, 2, 2, 1, 4, draw(st.one_of(st.none(), st.just(16))), 32)
     unvalued = draw(st.one_of(st.none(), st.text(max_size=10)))

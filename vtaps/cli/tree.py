@@ -64,6 +64,6 @@ def run(args: argparse.Namespace) -> int:
         report(problems, args.format, {})
         return 1
     print(text)
-    for forward in forwards_of(tree, args.at):
-        print(render_forward(forward, source_of(forward)))
+    for forward, values in forwards_of(tree, args.at):
+        print(render_forward(forward, values, source_of(forward)))
     return 0
