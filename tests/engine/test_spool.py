@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -215,12 +214,23 @@ arms:
 sampling: {temperature: 0, max_tokens: 60, ignore_eos: true}
 """
 ON_DISK = """
-import sys
+import os, signal, sys
+from pathlib import Path
 from vtaps.cli import main
 from vtaps.runtime import engine, spool
 spool.SMALL, engine.machine_memory = 1, lambda: 0
+append = spool._File.append
+
+def append_and_die(self, rows):
+    append(self, rows)
+    if len(list(Path("cut/partial").glob("0*.safetensors"))) >= 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if "DIE" in os.environ:
+    spool._File.append = append_and_die
 sys.exit(main(sys.argv[1:]))
 """
+"""``vtaps`` with every row on disk; with ``DIE`` it is gone while rows are there and eight requests are stored."""
 
 
 def test_a_run_on_disk_that_is_killed_resumes_to_the_same_files(tmp_path: Path) -> None:
@@ -228,26 +238,20 @@ def test_a_run_on_disk_that_is_killed_resumes_to_the_same_files(tmp_path: Path) 
     lines = [f'{{"text": "prompt number {i} is {"long " * (i % 5)}"}}\n' for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
 
-    def run(out: str, *how: str) -> subprocess.Popen[bytes]:
+    def run(out: str, *how: str, **more: str) -> int:
         asked = [sys.executable, *how, "run", "spec.yaml", "--out", out, "--quiet"]
-        return subprocess.Popen(asked, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        return subprocess.run(
+            asked, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1", **more}, timeout=200
+        ).returncode
 
     def content(out: str) -> dict[str, bytes]:
         folder = tmp_path / out
         return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
-    assert run("whole", "-m", "vtaps").wait(200) == 0
-    killed = run("cut", "-c", ON_DISK)
-    spool = tmp_path / "cut" / "partial" / ".tmp-spool"
-    deadline = time.monotonic() + 200
-    while not (files(spool) and len(list(spool.parent.glob("0*.safetensors"))) >= 8):
-        assert time.monotonic() < deadline and killed.poll() is None
-        time.sleep(0.005)
-    killed.kill()
-    killed.wait()
-    left = files(spool)
-    assert left and not (tmp_path / "cut" / "run.json").exists()
-    assert run("cut", "-c", ON_DISK).wait(200) == 0
+    assert run("whole", "-m", "vtaps") == 0
+    assert run("cut", "-c", ON_DISK, DIE="1") == -signal.SIGKILL
+    assert files(tmp_path / "cut" / "partial" / ".tmp-spool") and not (tmp_path / "cut" / "run.json").exists()
+    assert run("cut", "-c", ON_DISK) == 0
     whole, cut = content("whole"), content("cut")
     assert whole.keys() == cut.keys()
     for name in whole.keys() - {"run.json"}:  # it holds times
