@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
@@ -56,8 +57,9 @@ class Found:
     node: cst.BaseExpression
 
 
+@lru_cache(maxsize=8)
 def parse_function(source: str) -> Function:
-    """``source`` as ``inspect.getsource`` gives it, indented or not.  Raises SourceError."""
+    """``source`` as ``inspect.getsource`` gives it, indented or not.  Shared: do not change it.  Raises SourceError."""
     # Not dedented: lines of a string may stand left of the definition.
     inside = source[:1].isspace()
     text = f"class _:\n{source}" if inside else source

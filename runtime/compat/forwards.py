@@ -77,17 +77,22 @@ def _read(function: Callable[..., Any]) -> Forward:
     if not function.__module__.startswith("vllm."):
         return Forward(where, reason="it is not vLLM's own")
     try:
-        lines, first = inspect.getsourcelines(function)
-        file = Path(inspect.getfile(function)).resolve()
+        source, first, file = _source(function)
     except (OSError, TypeError) as error:
         return Forward(where, reason=f"its source is not at hand: {error}")
-    source = "".join(lines)
     digest = hashlib.sha256(source.encode()).hexdigest()
     try:
         ops, reason = ops_of(source), ""
     except SourceError as error:
         ops, reason = (), str(error)
-    return Forward(where, _below_packages(file), first, len(lines), digest, ops, reason)
+    place = _below_packages(Path(file).resolve())
+    return Forward(where, place, first, source.count("\n"), digest, ops, reason)
+
+
+def _source(function: Callable[..., Any]) -> tuple[str, int, str]:
+    """The text of a function, its first line and its file.  Raises OSError and TypeError."""
+    lines, first = inspect.getsourcelines(function)
+    return "".join(lines), first, inspect.getfile(function)
 
 
 def tap_ops(model: Any, seen: Callable[[str, str, Any], None]) -> Callable[[], None]:
@@ -135,13 +140,12 @@ class _Tapped:
 
 @lru_cache(maxsize=4096)
 def _instrumented(function: Callable[..., Any]) -> _Tapped | None:
-    """None for a function without ops, or whose text says that it is another."""
+    """None for a function without ops, or one that does not compile with taps."""
     read = _read(function)
     if not read.ops or not isinstance(function, FunctionType):
         return None
-    lines, first = inspect.getsourcelines(function)
     try:
-        return _Tapped(instrument(function, "".join(lines), first, inspect.getfile(function)), read.ops)
+        return _Tapped(instrument(function, *_source(function)), read.ops)
     except InstrumentError:
         return None
 

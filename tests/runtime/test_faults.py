@@ -36,7 +36,7 @@ from vtaps.runtime.live import Scheduled  # noqa: E402
 from vtaps.runtime.memory import Limits  # noqa: E402
 from vtaps.runtime.program import LockError  # noqa: E402
 from vtaps.runtime.records import Filed  # noqa: E402
-from vtaps.runtime.session import Session  # noqa: E402
+from vtaps.runtime.session import Manifest, Session  # noqa: E402
 from vtaps.runtime.slabs import places  # noqa: E402
 from vtaps.runtime.spool import Growing, Spool, SpoolError, opened  # noqa: E402
 
@@ -178,16 +178,21 @@ def test_the_bound_holds_across_slabs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert spool.alive <= 3 * size, spool.alive / size
 
 
-def test_a_lock_that_is_refused_leaves_the_session_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "new").mkdir()
-    s = Session(toy.write(tmp_path / "old"))
-    manifest = toy.write(tmp_path / "new")
+def with_a_lock_to_refuse(folder: Path) -> tuple[Session, Manifest]:
+    """A session, and a lock of the same structure with another coefficient whose read needs a vector that is gone."""
+    (folder / "old").mkdir()
+    (folder / "new").mkdir()
+    manifest = toy.write(folder / "new")
     lock = json.loads(manifest.lock.read_text())
     lock["vectors"]["gone"] = {"file": "gone.npy"}
     lock["reads"]["dots"]["vectors"] = ["v", "gone"]
     lock["arms"]["edit"]["points"][0]["edits"][0]["coefficient"] = -99.0
     manifest.lock.write_text(json.dumps(lock))
+    return Session(toy.write(folder / "old")), manifest
+
+
+def test_a_lock_that_is_refused_leaves_the_session_as_it_was(tmp_path: Path) -> None:
+    s, manifest = with_a_lock_to_refuse(tmp_path)
     s.attach(model := toy.Model(), model.compute_logits, LIMITS, torch.float32)
     before = (s.manifest, s.program, s.table, s.harvest.program, s.boards.program)
     with pytest.raises(LockError, match="gone"):
@@ -230,15 +235,7 @@ def test_rows_without_a_bound_are_not_copied_with_every_piece() -> None:
 
 
 def test_a_lock_that_is_refused_edits_nothing(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "new").mkdir()
-    s = Session(toy.write(tmp_path / "old"))
-    manifest = toy.write(tmp_path / "new")
-    lock = json.loads(manifest.lock.read_text())
-    lock["vectors"]["gone"] = {"file": "gone.npy"}
-    lock["reads"]["dots"]["vectors"] = ["v", "gone"]
-    lock["arms"]["edit"]["points"][0]["edits"][0]["coefficient"] = -99.0
-    manifest.lock.write_text(json.dumps(lock))
+    s, manifest = with_a_lock_to_refuse(tmp_path)
     worker = toy.Worker(s, [sch.Ask("edit", 0, 3, 4)], Limits(rows=6, requests=1, step_rows=6))
     with pytest.raises(LockError, match="gone"):
         s.load(manifest)
