@@ -285,7 +285,8 @@ class Session:
 
     def passed(self) -> None:
         """A forward has been started, with the tables as they are."""
-        self._expected[self.in_graph] += 1
+        if self.recorded:
+            self._expected[self.in_graph] += 1
 
     def end(self) -> None:
         """Take what the step's forward puts out.  Raises BlockFault where something planned did not happen."""

@@ -45,7 +45,7 @@ def child(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     from tests.engine import case
     from vtaps.runtime.engine import Engine
 
-    model = tiny_llama(folder / "model")
+    model = Path(asked["model"])
     case.STRUCTURE = "sha256:" + asked["structure"] * 64
     site = asked["site"]
     streams = [s for s in SITES if s.startswith("resid_post")]
@@ -83,12 +83,14 @@ def child(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("cache")
+    # One model for all: its path is a part of vLLM's key.
+    model = str(tiny_llama(folder / "model"))
     out = {}
     for number, (name, asked) in enumerate(CHANGES.items()):
         own = folder / str(number)
         own.mkdir()
         done = subprocess.run(
-            [sys.executable, "-m", "tests.gpu.test_compile_cache", str(own), json.dumps(asked)],
+            [sys.executable, "-m", "tests.gpu.test_compile_cache", str(own), json.dumps({**asked, "model": model})],
             env={**os.environ, "VLLM_CACHE_ROOT": str(folder / "vllm")}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
