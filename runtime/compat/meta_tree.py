@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -197,7 +198,11 @@ def reason(fault: BaseException) -> str:
         except (IndexError, KeyError, TypeError):
             text = ""
     lines = [line.strip() for line in (text or str(fault)).splitlines() if line.strip()]
-    return f"{lines[0]}" if lines else type(fault).__name__
+    if lines:
+        return lines[0]
+    # A bare assertion says what it asserts.
+    frames = traceback.extract_tb(fault.__traceback__)
+    return f"{type(fault).__name__}: {frames[-1].line}" if frames else type(fault).__name__
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -102,6 +102,8 @@ def begin_in(sums: PartialSums, model: Any) -> None:
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.tp_size > 1:
             module.quant_method.apply = beginning(module.quant_method.apply)
+            if module.bias is not None and not module.skip_bias_add:
+                sums.begins(module.bias)  # added on rank 0 alone
         elif isinstance(module, vocab_parallel_embedding.VocabParallelEmbedding) and module.tp_size > 1:
             # Rows of the vocabulary that are another rank's are zeroed after the look-up.
             module.use_fused_embedding = False

@@ -103,6 +103,7 @@ EXPECTED = {
         "transformer.h.2.attn op q_0": "[T, 128/tp]",
         "transformer.h.2.attn.c_proj input.input_": "[T, 128/tp]",
         "transformer.h.2.attn.c_proj op output_parallel_0": "[T, 128] partial",
+        "transformer.h.2.attn.c_proj op bias__0": "[128] partial",  # added on the first rank alone
         "transformer.h.2.attn output": "[T, 128]",
         "transformer.h.2.mlp.c_fc output": "([T, 256/tp], None)",
         "transformer.h.2.mlp.c_proj input.input_": "[T, 256/tp]",
