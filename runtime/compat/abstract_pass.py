@@ -17,7 +17,7 @@ import torch
 from vtaps.runtime.compat.forwards import tap_ops
 from vtaps.runtime.compat.layer_kinds import LayerKinds, layer_kinds
 from vtaps.runtime.compat.partial_sums import PartialSums, begin_in
-from vtaps.runtime.compat.ranks import shortened
+from vtaps.runtime.compat.ranks import not_built, shortened
 from vtaps.spec.tree import ROWS, Value
 
 ROW_COUNTS = (7, 13)
@@ -65,12 +65,16 @@ def record(model: Any, config: Any) -> Recorded:
 def _record(model: Any, config: Any, *, ops: bool) -> Recorded:
     one = _pass(model, config, ROW_COUNTS[0], ops=ops)
     kinds = layer_kinds(model, one)
-    with shortened(model, kinds.count):
-        other = _pass(model, config, ROW_COUNTS[1], ops=ops)
-    if kinds.count is not None and not all(_alike(call, other.get(kinds.of(path))) for path, call in one.items()):
-        kinds = LayerKinds()
-        other = _pass(model, config, ROW_COUNTS[1], ops=ops)
-    return Recorded(_merged(one, other, kinds), None, ops, kinds)
+    if kinds.count is not None:
+        try:
+            with shortened(model, kinds.count):
+                other = _pass(model, config, ROW_COUNTS[1], ops=ops)
+        except Exception:  # it may count on the layers that it was built with
+            other = {}
+        if all(_alike(call, other.get(kinds.of(path))) for path, call in one.items()):
+            return Recorded(_merged(one, other, kinds), None, ops, kinds)
+    other = _pass(model, config, ROW_COUNTS[1], ops=ops)
+    return Recorded(_merged(one, other, LayerKinds()), None, ops, LayerKinds())
 
 
 def record_ranks(model: Any, config: Any, sums: PartialSums, *, ops: bool) -> dict[str, Call]:
@@ -78,6 +82,8 @@ def record_ranks(model: Any, config: Any, sums: PartialSums, *, ops: bool) -> di
     stub_weights(model, config.model_config.dtype)
     begin_in(sums, model)
     one, other = (_pass(model, config, rows, ops=ops, sums=sums) for rows in ROW_COUNTS)
+    if called := sorted(one.keys() & not_built(model)):
+        raise RuntimeError(f"{called[0]} is called, and is not of this stage")
     return _merged(one, other, LayerKinds())
 
 

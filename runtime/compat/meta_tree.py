@@ -177,7 +177,7 @@ def labelled(config_dir: Path, dtype: str, recorded: Recorded) -> tuple[dict[str
         return recorded.calls, reason(fault)[:200]
     made: dict[str, Call] = {}
     for path, call in recorded.calls.items():
-        twin = twins.get(path) or twins.get(recorded.kinds.of(path))
+        twin = twins.get(recorded.kinds.of(path))
         inputs = dict(twin.inputs) if twin else {}
         made[path] = replace(
             call,

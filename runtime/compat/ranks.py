@@ -101,6 +101,13 @@ def first_layers(count: int | None) -> Iterator[None]:
         utils.get_pp_indices = old
 
 
+def not_built(model: Any) -> set[str]:
+    """The paths of layers that :func:`first_layers` left out."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    return {path for path, module in model.named_modules() if isinstance(module, PPMissingLayer)}
+
+
 @contextmanager
 def shortened(model: Any, count: int | None) -> Iterator[None]:
     """A forward of ``model`` runs the first ``count`` layers of each stack, where it minds its stage of a pipeline."""

@@ -75,6 +75,39 @@ def test_a_tensor_that_is_reduced_later_was_one_under_every_view_and_no_other_is
     assert sums.is_partial(early) and sums.is_partial(late) and not sums.is_partial(apart)
 
 
+def test_a_stage_of_the_first_layers_is_built_and_run_and_all_of_them_again_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = pytest.importorskip("vtaps.runtime.compat.ranks")
+    from vllm.distributed import parallel_state
+    from vllm.distributed.utils import get_pp_indices
+    from vllm.model_executor.models.utils import make_layers
+
+    monkeypatch.setattr(parallel_state, "_PP", ranks.FakeGroup("pp", 1, print))
+    made = torch.nn.Module()
+    with ranks.first_layers(2):
+        made.start_layer, made.end_layer, made.layers = make_layers(5, lambda prefix: Layer(4), "layers")
+    assert get_pp_indices(5, 0, 1) == (0, 5)
+    assert (made.start_layer, made.end_layer) == (0, 2)
+    assert ranks.not_built(made) == {"layers.2", "layers.3", "layers.4"}
+    with ranks.shortened(made, 1):
+        assert made.end_layer == 1
+    assert made.end_layer == 2
+
+
+def test_collectives_have_the_shapes_of_the_real_ones_and_tell_what_they_reduce() -> None:
+    ranks = pytest.importorskip("vtaps.runtime.compat.ranks")
+    heard: list[Any] = []
+    two, one = ranks.FakeGroup("tp", 2, heard.append), ranks.FakeGroup("tp", 1, heard.append)
+    tensor = torch.ones(3, 8)
+    assert two.all_reduce(tensor).shape == (3, 8) and two.all_reduce(tensor) is not tensor
+    assert two.all_gather(tensor).shape == (3, 16) and two.all_gather(tensor, 0).shape == (6, 8)
+    assert two.reduce_scatter(tensor).shape == (3, 4) and two.gather(tensor).shape == (3, 16)
+    assert len(heard) == 3 and all(x is tensor for x in heard)
+    assert one.all_reduce(tensor) is one.all_gather(tensor) is one.reduce_scatter(tensor) is tensor
+    assert len(heard) == 3
+
+
 class Layer(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
