@@ -161,19 +161,17 @@ def labelled(config_dir: Path, dtype: str, recorded: Recorded) -> tuple[dict[str
     from vtaps.runtime.compat.abstract_pass import record_ranks
     from vtaps.runtime.compat.partial_sums import PartialSums
 
-    try:
+    fault: Exception | None = None
+    for layers in dict.fromkeys((recorded.kinds.count, None)):  # a model may not run with some of its layers
+        sums = PartialSums()
         try:
-            sums = PartialSums()
-            config, model = meta_model(config_dir, dtype, RANKS, recorded.kinds.count, sums.reduced)
+            config, model = meta_model(config_dir, dtype, RANKS, layers, sums.reduced)
             twins = record_ranks(model, config, sums, ops=recorded.ops)
-        except Exception:
-            if recorded.kinds.count is None:
-                raise
-            # A model may not run with some of its layers.
-            sums = PartialSums()
-            config, model = meta_model(config_dir, dtype, RANKS, None, sums.reduced)
-            twins = record_ranks(model, config, sums, ops=recorded.ops)
-    except Exception as fault:
+            break
+        except Exception as error:  # anything vLLM raises about a model becomes one line of the tree
+            fault = error
+    else:
+        assert fault is not None
         return recorded.calls, reason(fault)[:200]
     made: dict[str, Call] = {}
     for path, call in recorded.calls.items():

@@ -95,7 +95,8 @@ def plain_kernels(model: Any) -> None:
         first, second = module.routed_experts.w13_weight, module.routed_experts.w2_weight
 
         def forward(hidden: Any, logits: Any, *_: Any) -> Any:
-            weights, chosen = module.gate(hidden)[0].softmax(-1).topk(module.moe_config.experts_per_token)
+            logits = logits if module.gate is None else module.gate(hidden)[0]
+            weights, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token)
             output = hidden.new_zeros(hidden.shape)
             for row, x in enumerate(hidden):
                 for weight, expert in zip(weights[row], chosen[row], strict=True):
