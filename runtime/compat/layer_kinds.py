@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,5 +63,5 @@ def _content(module: Any, call: Any) -> tuple[Any, ...]:
     if call is None:
         return type(module), parameters, None
     # A module that layers share is called by all of them, and stands in the first.
-    values = replace(call, enter=0, leave=call.leave - call.enter, calls=0, ops={})
-    return type(module), parameters, values.inputs, values.output, values.leave, tuple(call.ops.items())
+    took = None if call.enter is None else call.leave - call.enter
+    return type(module), parameters, call.inputs, call.output, took, tuple(call.ops.items())
