@@ -45,7 +45,10 @@ def structure(plan: Plan) -> str:
             else:
                 read = plan.reads[s.name].read
                 done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
-        rows.append([site.module, site.side, site.element, site.value, site.residual, site.columns, site.width, done])
+        at: list[Any] = [site.module, site.side, site.element, site.value, site.residual, site.columns, site.width]
+        if site.op is not None and site.forward is not None:
+            at += [site.op, plan.forwards[site.forward].digest]
+        rows.append([*at, done])
     facts = [plan.tree.architecture, plan.tree.dtype, VLLM_RANGE, rows]
     return digests.of_json(facts)
 
@@ -91,7 +94,7 @@ def _function(location: LocationPlan, plan: Plan, taken: set[str]) -> cst.Functi
     where = {"output": site.element} if site.side == "output" else {"input": site.element}
     decorator = nodes.call(
         "BLOCK.location", nodes.literal(site.name), module=site.module,
-        **nodes.keywords({**where, "residual": site.residual, "columns": site.columns}),
+        **nodes.keywords({"op": site.op, **where, "residual": site.residual, "columns": site.columns}),
     )  # fmt: skip
     parameters = [("t", "vt.Tap")]
     parameters += [("hidden", "vt.Tensor"), ("residual", "vt.Tensor | None")] if pair else [("x", "vt.Tensor")]

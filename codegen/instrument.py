@@ -10,7 +10,7 @@ from typing import Any
 
 import libcst as cst
 
-from vtaps.codegen.source_ops import Found, Function, find_ops, parse_function
+from vtaps.codegen.source_ops import Function, find_ops, parse_function
 from vtaps.spec.source import Op
 
 TAP = "__vtaps_tap__"
@@ -44,16 +44,12 @@ def points(function: Function, wanted: Collection[str] | None = None) -> list[Po
     for name in by_name if wanted is None else wanted:
         one = by_name[name]
         source = by_name[one.op.of] if one.op.of else one
-        why = _why_not(source)
+        why = source.op.fixed
         if not why:
             out.setdefault(id(source.node), (source.node, []))[1].append(one.op)
         elif wanted is not None:
             raise InstrumentError(f"{name}: nothing can be put around it ({why})")
     return [Point(node, tuple(ops)) for node, ops in out.values()]
-
-
-def _why_not(found: Found) -> str:
-    return found.op.fixed or ("an augmented assignment" if found.op.kind == "augmented" else "")
 
 
 def instrumented_source(source: str, wanted: Collection[str] | None = None) -> str:
@@ -68,37 +64,58 @@ def instrumented_source(source: str, wanted: Collection[str] | None = None) -> s
 
 
 def _instrument(function: Function, wanted: Collection[str] | None) -> cst.FunctionDef:
-    names = {id(p.node): " ".join(op.name for op in p.ops) for p in points(function, wanted)}
-    made = function.node.visit(_Inserter(names))
+    found = points(function, wanted)
+    names = {id(p.node): " ".join(op.name for op in p.ops) for p in found}
+    augmented = [p.node for p in found if p.ops[0].kind == "augmented"]
+    made = function.node.visit(_Inserter(names, augmented))
     assert isinstance(made, cst.FunctionDef)
     return made
 
 
 class _Inserter(cst.CSTTransformer):
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], augmented: Collection[cst.BaseExpression]) -> None:
         super().__init__()
-        self._names = names
+        self._names, self._augmented = names, {id(node) for node in augmented}
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         updated: Any = super().on_leave(original_node, updated_node)
+        if isinstance(original_node, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
+            return self._after_augmented(original_node, updated)
         name = self._names.get(id(original_node))
-        if name is None:
+        if name is None or id(original_node) in self._augmented:
             return updated
-        if isinstance(updated, (cst.Tuple, cst.GeneratorExp, cst.Yield)) and not updated.lpar:
-            updated = updated.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        return cst.Call(
-            cst.Name(TAP), [cst.Arg(cst.SimpleString(f'"{name}"'), comma=comma), cst.Arg(updated)]
-        )  # fmt: skip
+        return _call(name, updated)
+
+    def _after_augmented(self, original: Any, updated: Any) -> Any:
+        """An augmented assignment has no value to go through a call: its target is looked at behind it."""
+        body: list[cst.BaseSmallStatement] = []
+        for before, after in zip(original.body, updated.body, strict=True):
+            body.append(after)
+            name = self._names.get(id(before.target)) if isinstance(before, cst.AugAssign) else None
+            if name is not None:
+                body.append(cst.Expr(_call(name, after.target)))
+        if len(body) == len(updated.body):
+            return updated
+        semicolon = cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" "))
+        return updated.with_changes(body=[*(s.with_changes(semicolon=semicolon) for s in body[:-1]), body[-1]])
+
+
+def _call(names: str, value: Any) -> cst.Call:
+    if isinstance(value, (cst.Tuple, cst.GeneratorExp, cst.Yield)) and not value.lpar:
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    return cst.Call(cst.Name(TAP), [cst.Arg(cst.SimpleString(f'"{names}"'), comma=comma), cst.Arg(value)])
 
 
 @dataclass(frozen=True)
 class Instrumented:
-    """The compiled form of a function with taps; :meth:`bind` makes functions of it."""
+    """The compiled form of a function with taps; :meth:`bind` makes functions of it.  ``names``: what each tap is
+    called with, the names of its ops joined by a space."""
 
     function: FunctionType
     code: CodeType
     source: str
+    names: tuple[str, ...]
 
     def bind(self, tap: Callable[[str, Any], Any]) -> FunctionType:
         """The function with ``tap(names, value)`` called at each point; what it returns is the value there.
@@ -124,6 +141,7 @@ def instrument(
     Decorators are left out: what they made of the function is not the function.  Raises SourceError, InstrumentError.
     """
     parsed = parse_function(source)
+    names_of = [" ".join(op.name for op in p.ops) for p in points(parsed, wanted)]
     made = _instrument(parsed, wanted).with_changes(decorators=[], leading_lines=[])
     dropped = parsed.line(parsed.node.name) - 1
     names = (*function.__code__.co_freevars, TAP)
@@ -145,7 +163,7 @@ def instrument(
     missing = set(code.co_freevars) - set(names)
     if missing:
         raise InstrumentError(f"it does not compile with taps: {', '.join(sorted(missing))} are not in its closure")
-    return Instrumented(function, code, text)
+    return Instrumented(function, code, text, tuple(names_of))
 
 
 def _code(inside: CodeType, name: str) -> CodeType:

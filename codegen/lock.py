@@ -12,6 +12,7 @@ from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
 from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
+from vtaps.spec.source import op_text
 from vtaps.spec.vector_use import definition
 from vtaps.spec.vllm_version import VLLM_RANGE
 
@@ -64,6 +65,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         },
         "lens": {"norm": plan.tree.final_norm},
         "sites": {name: _site(location, plan) for name, location in sites.items()},
+        **_forwards(plan),
         "edits": {
             name: {
                 "verb": p.edit.verb,
@@ -117,10 +119,20 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
     }
 
 
+def _forwards(plan: Plan) -> dict[str, Any]:
+    """The functions that get taps; a lock without such has no entry."""
+    found = {
+        where: {"file": f.file, "line": f.line, "digest": f"sha256:{f.digest}", "ops": [op_text(op) for op in f.ops]}
+        for where, f in plan.forwards.items()
+    }
+    return {"forwards": found} if found else {}
+
+
 def _site(location: LocationPlan, plan: Plan) -> dict[str, Any]:
     site = location.site
     return {
         "module": site.module,
+        **({"op": site.op, "forward": site.forward} if site.op is not None else {}),
         "output": site.element if site.side == "output" else None,
         "input": site.element if site.side == "input" else None,
         "residual": site.residual,

@@ -105,6 +105,12 @@ def dotted(node: cst.CSTNode) -> list[str]:
             return parts[::-1]
 
 
+def _names_only(node: cst.CSTNode) -> bool:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return isinstance(node, cst.Name)
+
+
 def _rooted(node: cst.CSTNode) -> bool:
     while isinstance(node, (cst.Attribute, cst.Subscript)):
         node = node.value
@@ -155,7 +161,10 @@ class _Walker:
             case cst.AugAssign(target=target, value=value):
                 self.walk(value)
                 if _rooted(target):
+                    # A tap looks its target up once more, so it may be nothing but names.
+                    held, self.fixed = self.fixed, self.fixed or ("" if _names_only(target) else "part of a value")
                     self.add("_".join(dotted(target)), target, "augmented", self.function.text(node))
+                    self.fixed = held
             case cst.NamedExpr(target=target, value=value):
                 of = self.walk(value)
                 self._bind(target, value, of)

@@ -61,6 +61,7 @@ class Location:
     input: str | None
     residual: int | str | None
     columns: tuple[int, int] | None
+    op: str | None = None
 
     def notes(self) -> tuple[Note, ...]:
         """What the function says; raises whatever the function raises."""
@@ -86,24 +87,26 @@ class Block:
         name: str,
         *,
         module: str,
+        op: str | None = None,
         output: int | None = None,
         input: str | None = None,
         residual: int | str | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Register the decorated function at ``module``: an element of its output tuple (``output``; None for an
-        output that is one tensor) or an input by parameter name (``input``).
+        output that is one tensor), an input by parameter name (``input``), or what an op of its forward computes
+        (``op``; ``output`` is an element of that).
 
         ``residual`` is where the pair's other half is, on the same side; ``columns`` a half-open range of the last
         axis.  Raises ValueError for a name given twice or a side given twice.
         """
         if name in self.locations:
             raise ValueError(f"the block has two functions for {name}")
-        if input is not None and output is not None:
+        if input is not None and (output is not None or op is not None):
             raise ValueError(f"{name}: a location is an input or an output")
 
         def register(function: Callable[..., None]) -> Callable[..., None]:
-            self.locations[name] = Location(name, module, function, output, input, residual, columns)
+            self.locations[name] = Location(name, module, function, output, input, residual, columns, op)
             return function
 
         return register

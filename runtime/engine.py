@@ -14,10 +14,14 @@ from types import TracebackType
 from typing import Any
 
 from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
+from vtaps.runtime.errors import EngineError as EngineError
+from vtaps.runtime.errors import RequestError as RequestError
+from vtaps.runtime.errors import one_line as one_line
+from vtaps.runtime.forward_text import changed
 from vtaps.runtime.live import RequestKey
 from vtaps.runtime.lockfile import parse_program
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
-from vtaps.runtime.program import LockError
+from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Completion, Finished, Record, Request
 from vtaps.runtime.session import MANIFEST, Manifest
 from vtaps.runtime.spool import machine_memory
@@ -39,23 +43,6 @@ OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Arguments that the engine sets itself, beside those that ``vtaps.spec.engine_args`` refuses: a lock may be made by
 hand."""
-
-
-class EngineError(Exception):
-    """``code`` is one of the run-time diagnostics; the message is one line."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
-class RequestError(EngineError):
-    """One request is refused before it is scheduled; the others go on."""
-
-    def __init__(self, code: str, message: str, key: str) -> None:
-        super().__init__(code, f"request {key}: {message}")
-        self.key = key
 
 
 def engine_arguments(lock: Mapping[str, Any], folder: Path, *, eager: bool) -> dict[str, Any]:
@@ -110,8 +97,8 @@ class Engine:
     take about ``host_memory`` bytes (default: a quarter of the machine's) until the caller lets go of them; others go
     to files in a folder in ``spool`` (default: ``manifest_dir``), which is gone when the engine is closed.
 
-    Raises EngineError: VT504 (unknown vLLM), VT503 (a setting), VT607 (vLLM did not start), VT601 (a worker
-    without the block), VT608 (a tap that does not fire).
+    Raises EngineError: VT504 (unknown vLLM), VT505 (another text of a forward with taps), VT503 (a setting), VT607
+    (vLLM did not start), VT601 (a worker without the block), VT608 (a tap that does not fire).
     """
 
     def __init__(
@@ -128,10 +115,7 @@ class Engine:
         started = time.monotonic()
         _known_vllm()
         quiet()
-        try:
-            self.program = parse_program(lock, lock_folder)
-        except LockError as error:
-            raise EngineError("VT607", f"the lock cannot be served: {error}") from error
+        self.program = _served(lock, lock_folder)
         self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
         predicted_bytes = self._predicted(lock) if self.program.mode == "taps" else 0
@@ -199,10 +183,7 @@ class Engine:
         Nothing is compiled or captured.  Raises EngineError (VT607) for a lock of another structure, another engine or
         another model, and leaves the engine as it was.
         """
-        try:
-            program = parse_program(lock, lock_folder)
-        except LockError as error:
-            raise EngineError("VT607", f"the lock cannot be served: {error}") from error
+        program = _served(lock, lock_folder)
         model, asked = (lock["model"], (lock.get("engine") or {}).get("vllm")), self._asked
         if model != asked:
             raise EngineError("VT607", "the lock is for another model or other arguments of vLLM; start another engine")
@@ -233,8 +214,8 @@ class Engine:
             raise EngineError("VT607", f"engine.tap_memory: {error}") from error
 
     def compiled(self) -> dict[str, int]:
-        """Of the first worker's process: models ``compiled``, ``loaded`` from vLLM's compile cache, and CUDA graphs
-        ``captured`` so far."""
+        """Of the first worker's process, so far: models ``traced``, their parts ``compiled`` or ``loaded`` from vLLM's
+        compile cache, and CUDA graphs ``captured``."""
         counted: dict[str, int] = self._call("vtaps_handshake")[0]["compiled"]
         return counted
 
@@ -371,6 +352,16 @@ def _known_vllm() -> None:
         raise EngineError("VT504", f"{found[0]} {found[1]} is not known; {vllm_version.VLLM_RANGE} is")
 
 
+def _served(lock: Mapping[str, Any], folder: Path) -> Program:
+    try:
+        program = parse_program(lock, folder)
+    except LockError as error:
+        raise EngineError("VT607", f"the lock cannot be served: {error}") from error
+    if (told := changed(program)) is not None:
+        raise EngineError("VT505", told)
+    return program
+
+
 def _install(manifest: Path) -> Callable[[], list[str]]:
     from vtaps.runtime.compat import vllm_0_32
 
@@ -388,13 +379,3 @@ def _start(args: Mapping[str, Any], *, in_process: bool, faults: Callable[[], li
     except Exception as error:
         told = faults()
         raise EngineError("VT607", told[0] if told else one_line(error)) from error
-
-
-def one_line(error: BaseException) -> str:
-    """The reason in an exception's text: pydantic wraps it in a heading and a trailer."""
-    text = str(error).strip()
-    _, marked, reason = text.partition("Value error, ")
-    if marked:
-        text = reason.partition(" [type=")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vtaps.runtime import source_taps
 from vtaps.runtime.block import Block, Location
 from vtaps.runtime.program import Program
+from vtaps.runtime.source_taps import rows_of
 
 Act = Callable[[Tensor, "Tensor | None", int], None]
 """``(x, residual, number of the location)``"""
@@ -27,21 +29,33 @@ class BlockFault(Exception):
     """The block failed at work; the message names the location, or the block's line and the spec's."""
 
 
-def install(block: Block, model: nn.Module, act_of: Callable[[Location], Act]) -> tuple[str, ...]:
-    """Wrap the forward of every tapped module of ``model``; returns the locations' names, in the order of their
-    numbers.
+def install(block: Block, program: Program, model: nn.Module, act_of: Callable[[Location], Act]) -> tuple[str, ...]:
+    """Wrap the forward of every tapped module of ``model``, and put taps into those with a location inside; returns
+    the locations' names, in the order of their numbers.
 
     The wrappers are seen by a compiler that traces the model later.  Raises InstallError for a module or parameter
-    that is not there.
+    that is not there, and a forward that is not the lock's.
     """
     modules = dict(model.named_modules())
     numbered = list(enumerate(block.locations.values()))
-    inputs = [(n, p) for n, p in numbered if p.input is not None]
-    # The last wrapper around a forward acts first on its inputs and last on its output.
-    for number, place in [*reversed(inputs), *(item for item in numbered if item[1].input is None)]:
-        module = modules.get(place.module)
-        if module is None:
+    for _, place in numbered:
+        if place.module not in modules:
             raise InstallError(f"{place.name}: the model has no module {place.module}")
+    inside: dict[str, list[source_taps.At]] = {}
+    for number, place in numbered:
+        if place.op is not None:
+            inside.setdefault(place.module, []).append(source_taps.At(place, number, act_of(place)))
+    # Before the wrappers, which go around whatever the module runs.
+    for path, places in inside.items():
+        try:
+            source_taps.put(modules[path], places, program)
+        except source_taps.ForwardError as error:
+            raise InstallError(str(error)) from error
+    inputs = [(n, p) for n, p in numbered if p.input is not None]
+    outputs = [(n, p) for n, p in numbered if p.input is None and p.op is None]
+    # The last wrapper around a forward acts first on its inputs and last on its output.
+    for number, place in [*reversed(inputs), *outputs]:
+        module = modules[place.module]
         if place.input is None:
             _wrap(module, _after(module.forward, place, number, act_of(place)))
             continue
@@ -94,7 +108,7 @@ def _before(
                 residual = args[other_index]
         if not isinstance(x, Tensor):
             raise BlockFault(f"{place.name} ({wanted}): {place.module} has {type(x).__name__} there, not a tensor")
-        act(x, None if residual is x else residual, number)
+        act(rows_of(x), None if residual is x else residual, number)
         return forward(*args, **kwargs)
 
     return tapped
@@ -109,7 +123,7 @@ def _after(forward: Callable[..., Any], place: Location, number: int, act: Act) 
         if not isinstance(x, Tensor):
             raise BlockFault(f"{place.name}: {place.module} has {type(x).__name__} there, not a tensor")
         residual = _element(place, other, output) if isinstance(other, int) else None
-        act(x, None if residual is x else residual, number)
+        act(rows_of(x), None if residual is x else residual, number)
         return output
 
     return tapped

@@ -11,10 +11,9 @@ their bits, and the vectors of idle points are never an operand.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -54,9 +53,8 @@ SENTINELS: Final = 128
 """Sentinels are 1 … SENTINELS: exact in bfloat16."""
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-# The kernel promises the compiler aligned tables, so that it loads 16 bytes at a time.
-_ALIGNMENT: Final = 16
-_BLOCK: Final = 1024
+ALIGNMENT: Final = 16
+"""The kernel promises the compiler aligned tables, so that it loads 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,11 @@ class LocationProgram:
     @cached_property
     def codes(self) -> tuple[Code, ...]:
         return tuple(s.code for s in self.statements)
+
+    @cached_property
+    def started(self) -> dict[tuple[Any, ...], Any]:
+        """The compiled kernels that have served it, by what was compiled in of their operands."""
+        return {}
 
     @cached_property
     def masks(self) -> tuple[bool, ...]:
@@ -211,8 +214,8 @@ class Board:
             raise ValueError(f"{name} is on {tensor.device} and the board on {self.descriptors.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous")
-        if tensor.data_ptr() % _ALIGNMENT:
-            raise ValueError(f"{name} does not start at a multiple of {_ALIGNMENT} bytes")
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{name} does not start at a multiple of {ALIGNMENT} bytes")
 
     def _write(self, row: int, words: list[int], tensors: list[Tensor]) -> None:
         words = words + [0] * (WORDS - len(words))
@@ -240,36 +243,11 @@ def launch(board: Board, program: LocationProgram, x: Tensor, residual: Tensor |
 
     The first launch of a new shape of program (codes, width, dtype) compiles; do one before capture.
     """
-    from vtaps.runtime.kernels_triton import tap
+    from vtaps.runtime.kernels_triton import start
 
     residual = _other(board, program, x, residual)
-    if not x.shape[0]:
-        return
-    width = program.width
-    block = min(_BLOCK, 1 << (width - 1).bit_length())
-    tap[(x.shape[0], -(-width // block))](
-        board.rows,
-        board.descriptors,
-        board.seen,
-        x,
-        residual,
-        board.rows.stride(0),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        program.first,
-        program.number,
-        program.words,
-        CODES=program.codes,
-        MASKED=program.masks,
-        EDITS=program.edits,
-        REPLACES=program.replaces,
-        WIDTH=width,
-        ALIGN=math.gcd(width, _ALIGNMENT),
-        BLOCK=block,
-        num_warps=max(1, block // 256),
-        # A fused multiply-add would round once where the eager verbs round twice.
-        enable_fp_fusion=False,
-    )
+    if x.shape[0]:
+        start(board, program, x, residual)
 
 
 def reference(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None = None) -> None:

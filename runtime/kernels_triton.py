@@ -7,12 +7,17 @@ share one compilation.
 
 from __future__ import annotations
 
-from typing import no_type_check
+import math
+from functools import lru_cache
+from typing import Final, no_type_check
 
+import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
 
 from vtaps.runtime import kernels
+from vtaps.runtime.kernels import ALIGNMENT, Board, LocationProgram
 
 # A jitted function may use no global of another type.
 KEEP32 = tl.constexpr(kernels.KEEP32)
@@ -140,3 +145,43 @@ def tap(
         tl.store(x_at, h, mask=inside & edited)
     if residual is not None and REPLACES:
         tl.store(r_at, r, mask=inside & replaced)
+
+
+_BLOCK: Final = 1024
+
+
+def start(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None) -> None:
+    """Launch ``program`` on ``x`` ``[rows ≥ 1, columns]``, checked by the caller.
+
+    Triton's own way to a kernel looks at every operand and option for what it compiles in, on each launch.  Of ours
+    only alignment, strides and dtype of the row can vary: they find the compiled kernel, which is launched directly.
+    """
+    rows, x_stride, x_at = board.rows, x.stride(0), x.data_ptr()
+    r_stride, r_at = (0, None) if residual is None else (residual.stride(0), residual.data_ptr())
+    block, blocks = _blocks(program.width)
+    r_align = None if r_at is None else r_at % ALIGNMENT
+    key = (x.device.index, x.dtype, x_stride, x_at % ALIGNMENT, r_stride, r_align, rows.stride(0))
+    kernel = program.started.get(key)
+    options = (program.codes, program.masks, program.edits, program.replaces, program.width)
+    if kernel is None:
+        program.started[key] = tap[(x.shape[0], blocks)](
+            rows, board.descriptors, board.seen, x, residual, rows.stride(0), x_stride, r_stride, program.first,
+            program.number, program.words, *options, math.gcd(program.width, ALIGNMENT), block,
+            num_warps=max(1, block // 256),
+            # A fused multiply-add would round once where the eager verbs round twice.
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return
+    # What is compiled in is an operand here too, which nobody looks at.
+    kernel[(x.shape[0], blocks, 1)](
+        rows.data_ptr(), board.descriptors.data_ptr(), board.seen.data_ptr(), x_at, r_at, rows.stride(0), x_stride,
+        r_stride, program.first, program.number, program.words, *options, 0, block,
+        stream=torch._C._cuda_getCurrentRawStream(x.device.index),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _blocks(width: int) -> tuple[int, int]:
+    """Columns of one program, and how many programs a row takes."""
+    block = min(_BLOCK, 1 << (width - 1).bit_length())
+    return block, -(-width // block)

@@ -14,6 +14,7 @@ from vtaps.runtime.program import (
     VERBS,
     ArmEntry,
     EditEntry,
+    ForwardEntry,
     LockError,
     MetricEntry,
     OverrideEntry,
@@ -74,6 +75,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         lens_norm=(lock.get("lens") or {}).get("norm"),
         mode=mode,
         tap_memory=(lock.get("engine") or {}).get("tap_memory"),
+        forwards=_each(lock, "forwards", lambda _, d: ForwardEntry(d["file"], d["digest"], tuple(d["ops"]))),
     )
     _check_names(program)
     return program
@@ -105,6 +107,8 @@ def _site(name: str, data: Mapping[str, Any], engine: str) -> SiteEntry:
         width=int(data["width"]),
         sampled=sampled,
         mode=_one_of(data.get("mode", usual), SITE_MODES, "mode"),
+        op=data.get("op"),
+        forward=data.get("forward"),
     )
 
 
@@ -178,6 +182,9 @@ def _check_names(program: Program) -> None:
             if name not in table:
                 raise LockError(entry, f"{section} has no {name}")
 
+    for name, site in program.sites.items():
+        if site.op is not None:
+            known(f"sites.{name}", (str(site.forward),), "forwards", program.forwards)
     for name, edit in program.edits.items():
         known(f"edits.{name}", edit.sites, "sites", program.sites)
     for name, read in program.reads.items():

@@ -31,7 +31,7 @@ class LockError(Exception):
 @dataclass(frozen=True)
 class SiteEntry:
     """Where a location is.  ``sampled``: its tensor has one row a request (logits), not one a token; ``mode``: how it
-    is served, see docs/serving.md."""
+    is served, see docs/serving.md; ``op``: it is what this op of ``forward`` (in :attr:`Program.forwards`) computes."""
 
     name: str
     module: str
@@ -43,6 +43,17 @@ class SiteEntry:
     width: int
     sampled: bool = False
     mode: str = "eager"
+    op: str | None = None
+    forward: str | None = None
+
+
+@dataclass(frozen=True)
+class ForwardEntry:
+    """A function of vLLM's that gets taps: its file, the sha256 of its text, and its ops then, a line each."""
+
+    file: str
+    digest: str
+    ops: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,7 @@ class Program:
     lens_norm: str | None
     mode: str = "eager"
     tap_memory: int | None = None
+    forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
 

@@ -147,7 +147,7 @@ class Session:
         # Launches that each location must have seen: of a recorded one each forward, of another each step of its own.
         self._expected = np.zeros(len(self.at), np.int64)
         self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
-        self.installed = install(self.block, model, self._act_of)
+        self.installed = install(self.block, self.program, model, self._act_of)
         self.serve()
 
     def load(self, manifest: Manifest) -> None:

@@ -6,7 +6,6 @@ Nothing here imports torch or vLLM; from the cache a tree takes milliseconds.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ from pathlib import Path
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.files import write_text
 from vtaps.spec.snapshot import VERSION, SnapshotError, read_tree
-from vtaps.spec.source import Forward
 from vtaps.spec.tree import ModelTree
 from vtaps.spec.vllm_version import installed
 
@@ -78,20 +76,6 @@ def tree_for(
     if here != version:
         return None, [_absent(span)]
     return _build(config_dir, dtype, cached, span)
-
-
-def source_of(forward: Forward) -> list[str] | None:
-    """The lines of a forward as they are installed here; None where the file is absent or its text another."""
-    found = importlib.util.find_spec(forward.file.partition("/")[0]) if forward.file else None
-    if found is None or found.origin is None:
-        return None
-    try:
-        text = (Path(found.origin).parents[1] / forward.file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    lines = text.splitlines(keepends=True)[forward.line - 1 : forward.line - 1 + forward.lines]
-    same = hashlib.sha256("".join(lines).encode()).hexdigest() == forward.digest
-    return [line.rstrip("\n") for line in lines] if same else None
 
 
 def _absent(span: Span) -> Diagnostic:

@@ -47,6 +47,7 @@ class Table:
 _L = "model.layers.{i}"
 _A = f"{_L}.self_attn"
 _M = f"{_L}.mlp"
+_S = f"{_A}.source"
 
 # vLLM's decoder layers carry (hidden, residual), whose sum is the stream. Layer 0 gets residual=None and uses
 # the embedding itself as the residual. Each norm adds the pair up before it norms, and donates both: hence
@@ -71,13 +72,25 @@ _LLAMA = Table(
         ),
         "attn_out": Rule(f"{_A}.output", same=(f"{_A}.o_proj.output", f"{_L}.post_attention_layernorm.input.x")),
         "mlp_out": Rule(f"{_M}.output", same=(f"{_M}.down_proj.output",)),
-        "q": Rule(f"{_A}.qkv_proj.output", part="q", heads="heads"),
-        "k": Rule(f"{_A}.qkv_proj.output", part="k", heads="kv_heads"),
-        "v": Rule(f"{_A}.qkv_proj.output", part="v", heads="kv_heads", same=(f"{_A}.attn.input.value",)),
-        "rot_q": Rule(f"{_A}.attn.input.query", heads="heads"),
-        "rot_k": Rule(f"{_A}.attn.input.key", heads="kv_heads"),
+        "q": Rule(f"{_A}.qkv_proj.output", part="q", heads="heads", same=(f"{_S}.qkv_split_0.output[0]",)),
+        "k": Rule(f"{_A}.qkv_proj.output", part="k", heads="kv_heads", same=(f"{_S}.qkv_split_0.output[1]",)),
+        "v": Rule(
+            f"{_A}.qkv_proj.output",
+            part="v",
+            heads="kv_heads",
+            same=(f"{_A}.attn.input.value", f"{_S}.qkv_split_0.output[2]"),
+        ),
+        "rot_q": Rule(f"{_A}.attn.input.query", heads="heads", same=(f"{_S}.self_rotary_emb_0.output[0]",)),
+        "rot_k": Rule(f"{_A}.attn.input.key", heads="kv_heads", same=(f"{_S}.self_rotary_emb_0.output[1]",)),
         "z": Rule(f"{_A}.o_proj.input.input_", heads="heads", same=(f"{_A}.attn.output",)),
-        "mlp_post": Rule(f"{_M}.down_proj.input.input_", same=(f"{_M}.act_fn.output",)),
+        "mlp_post": Rule(
+            f"{_M}.down_proj.input.input_",
+            same=(
+                f"{_M}.act_fn.output",
+                f"{_M}.source.maybe_fused_act_quant_0.output",
+                f"{_M}.source.self_act_fn_0.output",
+            ),
+        ),
         "final_norm": Rule("model.norm.output", same=("model.output",)),
     },
 )
@@ -119,9 +132,24 @@ _GPT2 = Table(
         "ln2": Rule(f"{_H}.ln_2.output", same=(f"{_H}.mlp.input.hidden_states", f"{_H}.mlp.c_fc.input.input_")),
         "attn_out": Rule(f"{_H}.attn.output", same=(f"{_H}.attn.c_proj.output",)),
         "mlp_out": Rule(f"{_H}.mlp.output", same=(f"{_H}.mlp.c_proj.output",)),
-        "q": Rule(f"{_H}.attn.c_attn.output", part="q", heads="heads", same=(f"{_H}.attn.attn.input.query",)),
-        "k": Rule(f"{_H}.attn.c_attn.output", part="k", heads="kv_heads", same=(f"{_H}.attn.attn.input.key",)),
-        "v": Rule(f"{_H}.attn.c_attn.output", part="v", heads="kv_heads", same=(f"{_H}.attn.attn.input.value",)),
+        "q": Rule(
+            f"{_H}.attn.c_attn.output",
+            part="q",
+            heads="heads",
+            same=(f"{_H}.attn.attn.input.query", f"{_H}.attn.source.qkv_chunk_0.output[0]"),
+        ),
+        "k": Rule(
+            f"{_H}.attn.c_attn.output",
+            part="k",
+            heads="kv_heads",
+            same=(f"{_H}.attn.attn.input.key", f"{_H}.attn.source.qkv_chunk_0.output[1]"),
+        ),
+        "v": Rule(
+            f"{_H}.attn.c_attn.output",
+            part="v",
+            heads="kv_heads",
+            same=(f"{_H}.attn.attn.input.value", f"{_H}.attn.source.qkv_chunk_0.output[2]"),
+        ),
         "z": Rule(f"{_H}.attn.c_proj.input.input_", heads="heads", same=(f"{_H}.attn.attn.output",)),
         "mlp_post": Rule(f"{_H}.mlp.c_proj.input.input_", same=(f"{_H}.mlp.act.output",)),
         "final_norm": Rule("transformer.ln_f.output", same=("transformer.output",)),

@@ -129,10 +129,16 @@ def _spellings(architecture: str) -> dict[str, str]:
 def alias_of(tree: ModelTree, module: str, side: str, element: int | str | None) -> tuple[str, int | None] | None:
     """``(alias, layer)`` where the raw place is the tensor of an alias. ``element`` of an output is None or 0
     for its tensor or first tensor, of an input the parameter's name."""
-    table = table_of(tree)
-    if table is None or (side == "output" and element not in (None, 0)):
+    if side == "output" and element not in (None, 0):
         return None
-    text = f"{module}.output" if side == "output" else f"{module}.input.{element}"
+    return alias_of_text(tree, f"{module}.output" if side == "output" else f"{module}.input.{element}")
+
+
+def alias_of_text(tree: ModelTree, text: str) -> tuple[str, int | None] | None:
+    """:func:`alias_of` for a location as tables write it."""
+    table = table_of(tree)
+    if table is None:
+        return None
     spellings = _spellings(tree.architecture)
     if text in spellings:
         return spellings[text], 0 if spellings[text] == "resid_pre" else None

@@ -34,7 +34,7 @@ CODES: dict[str, Code] = {
     # 2xx locations and names
     "VT201": Code("the location does not parse"),
     "VT202": Code("a location names nothing in the model"),
-    "VT203": Code("source ops are not served"),
+    "VT203": Code("no such op in the forward"),
     "VT204": Code("layer out of range"),
     "VT205": Code("unknown alias"),
     "VT206": Code("no alias table for this architecture"),
@@ -47,6 +47,7 @@ CODES: dict[str, Code] = {
     "VT213": Code("the model is not on this machine"),
     "VT214": Code("the model's configuration cannot be used"),
     "VT215": Code("a sweep path names nothing"),
+    "VT216": Code("the op cannot be tapped"),
     # 3xx meaning
     "VT301": Code("width mismatch"),
     "VT302": Code("heads do not fit"),
@@ -79,6 +80,7 @@ CODES: dict[str, Code] = {
     "VT502": Code("vLLM engine argument of the wrong type"),
     "VT503": Code("a vLLM setting that does not go with this engine"),
     "VT504": Code("this vLLM is not known"),
+    "VT505": Code("a forward is not the one that was compiled for"),
     # 6xx run time
     "VT601": Code("a worker runs without the block"),
     "VT602": Code("rows fired differ from rows expected"),

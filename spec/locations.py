@@ -2,6 +2,7 @@
 
     alias | alias[layers]
     module.path.output | module.path.output[i] | module.path.input | module.path.input.NAME
+    module.path.source.OP | module.path.source.OP.output | module.path.source.OP.output[i]
 
 A segment of a module path may be ``*``, a layer (``-1`` too), or carry ``[layers]`` after its name. The root
 prefix is implied: ``model.layers.3``, ``model.model.layers.3`` and ``layers.3`` are one place.
@@ -17,6 +18,7 @@ from vtaps.spec import aliases
 from vtaps.spec.alias_tables import ALIASES, NOT_YET, TABLES
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, parse_layers
+from vtaps.spec.op_places import OpPlace, resolve_op
 from vtaps.spec.places import Refused, resolve_place
 from vtaps.spec.tree import ModelTree, Site
 
@@ -37,11 +39,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class RawLocation:
-    """A module path, its side, and which element (of an output) or parameter (of an input) of it."""
+    """A module path, its side, and which element (of an output) or parameter (of an input) of it; ``op``: of what
+    this op of its forward computes."""
 
     path: tuple[Segment, ...]
     side: str
     element: int | str | None
+    op: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Trouble(Exception):
 def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], list[Diagnostic]]:
     """The sites of one location in execution order, each once; none where findings refuse it.
 
-    Codes: VT201 to VT208.
+    Codes: VT201 to VT208, VT216.
     """
     try:
         location = parse_location(text)
@@ -88,7 +92,7 @@ def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], li
 
 
 def parse_location(text: str) -> AliasLocation | RawLocation:
-    """Raises :class:`Trouble` (VT201, VT203)."""
+    """Raises :class:`Trouble` (VT201)."""
     text = text.strip()
     if not text or len(text) > MAX_LENGTH:
         raise Trouble("VT201", "the location is empty" if not text else "the location is too long")
@@ -98,15 +102,38 @@ def parse_location(text: str) -> AliasLocation | RawLocation:
         if not segment.name:
             raise Trouble("VT201", f"{text!r} is neither an alias nor a module path", note=_FORMS)
         return AliasLocation(segment.name, segment.layers)
-    if "source" in parts and not parts[-1].startswith("source"):
-        at = parts.index("source")
-        raise Trouble(
-            "VT203",
-            f"{text!r} is a place inside a forward: this version serves modules' inputs and outputs",
-            note=f"the module around it is {'.'.join(parts[:at])}",
-        )
+    if "source" in parts[1:]:
+        return _op_location(text, parts)
     path, side, element = _side(text, parts)
     return RawLocation(tuple(_segment(text, p) for p in path), side, element)
+
+
+def _op_location(text: str, parts: list[str]) -> RawLocation:
+    at = parts.index("source", 1)
+    path, tail = parts[:at], parts[at + 1 :]
+    if not tail or not tail[0].isidentifier():
+        what = f"`{tail[0]}` is no op's name" if tail else "no op is named"
+        raise Trouble("VT201", f"{text!r}: {what}", note="as in `.source.qkv_split_0.output[0]`")
+    if len(tail) > 1 and tail[1] == "source":
+        raise Trouble(
+            "VT201",
+            f"{text!r}: the ops of the function that `{tail[0]}` calls are shown, not served",
+            note=f"what it puts out is `{'.'.join(parts[: at + 2])}`",
+        )
+    if len(tail) > 1 and tail[1].split("[")[0] in ("input", "inputs"):
+        raise Trouble(
+            "VT201",
+            f"{text!r}: an op is served at what it computes",
+            note="what it takes in is an op's value, or a name's, before it",
+        )
+    side = tail[1] if len(tail) > 1 else "output"
+    if len(tail) > 2 or side.split("[")[0] != "output":
+        raise Trouble(
+            "VT201", f"{text!r}: `.output` or `.output[i]` follows an op", near=nearest(tail[-1], ("output",))
+        )
+    _, _, element = _side(text, [*path, side])
+    assert element is None or isinstance(element, int)
+    return RawLocation(tuple(_segment(text, p) for p in path), "output", element, tail[0])
 
 
 _FORMS = "a location is an alias (`resid_post[3]`) or a module path that ends in `.output` or `.input`"
@@ -239,7 +266,11 @@ def _raw(tree: ModelTree, location: RawLocation) -> list[Site]:
     refused: dict[tuple[str, str], list[Refused]] = {}
     for path in paths:
         try:
-            found.append(resolve_place(tree, path, location.side, location.element))
+            if location.op is None:
+                found.append(resolve_place(tree, path, location.side, location.element))
+            else:
+                element = location.element if isinstance(location.element, int) else None
+                found.append(resolve_op(tree, path, OpPlace(location.op, element)))
         except Refused as fault:
             refused.setdefault((fault.code, re.sub(r"\.\d+(?=\.|$)", ".*", path)), []).append(fault)
     if refused:
@@ -251,7 +282,7 @@ def _raw(tree: ModelTree, location: RawLocation) -> list[Site]:
 def _together(faults: list[Refused]) -> Trouble:
     first = faults[0]
     more = f" (and {len(faults) - 1} more alike)" if len(faults) > 1 else ""
-    return Trouble(first.code, first.message + more, first.valid, note=first.note)
+    return Trouble(first.code, first.message + more, first.valid, first.near, first.note)
 
 
 def module_paths(tree: ModelTree, path: tuple[Segment, ...]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from vtaps.spec import aliases
@@ -11,9 +12,11 @@ from vtaps.spec.tree import ROWS, ModelTree, Module, Site, Value
 
 
 class Refused(Exception):
-    def __init__(self, code: str, message: str, valid: tuple[str, ...] = (), note: str | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, valid: tuple[str, ...] = (), note: str | None = None, near: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.code, self.message, self.valid, self.note = code, message, valid, note
+        self.code, self.message, self.valid, self.note, self.near = code, message, valid, note, near
 
 
 def resolve_place(tree: ModelTree, path: str, side: str, element: int | str | None) -> Site:
@@ -30,9 +33,9 @@ def resolve_place(tree: ModelTree, path: str, side: str, element: int | str | No
         if site is not None:
             return site
     if module.enter is None:
-        raise _never_called(tree, module, side, element)
+        raise never_called(tree, module)
     if module.calls > 1:
-        raise _shared(tree, module)
+        raise shared(tree, module)
     return _input(module, str(element)) if side == "input" else _output(tree, module, element)
 
 
@@ -46,15 +49,27 @@ def describe(value: Value | None, *, labels: bool = False) -> str:
     shape = f"[{', '.join(axes(value) if labels else map(str, value.shape))}]"
     if labels and value.mark:
         shape += " partial" if value.mark == "partial" else " tp 1 only"
-    return shape if _is_float(value) else f"{value.dtype}{shape}"
+    return shape if is_float(value) else f"{value.dtype}{shape}"
 
 
 def columns_of(value: Value | None) -> int | None:
-    """The width of ``[T, width]``; None for anything else."""
-    if value is None or value.kind != "tensor" or len(value.shape) != 2 or value.shape[0] != ROWS:
+    """The width of ``[T, …]``, further axes side by side; None for anything else."""
+    if value is None or value.kind != "tensor" or len(value.shape) < 2 or value.shape[0] != ROWS:
         return None
-    width = value.shape[1]
-    return width if isinstance(width, int) else None
+    sizes = [n for n in value.shape[1:] if isinstance(n, int)]
+    return math.prod(sizes) if len(sizes) == len(value.shape) - 1 else None
+
+
+def heads_of(value: Value) -> int | None:
+    """The middle axis of ``[T, heads, dims]``."""
+    return int(value.shape[1]) if len(value.shape) == 3 else None
+
+
+def lacks(value: Value) -> str:
+    """Why a tensor has no :func:`columns_of`."""
+    if value.shape == (ROWS,):
+        return "has no columns"
+    return "is not [rows, columns]" if ROWS in value.shape else "has no row axis"
 
 
 def spelled(module: Module) -> tuple[str, ...]:
@@ -65,14 +80,14 @@ def spelled(module: Module) -> tuple[str, ...]:
         found.append(f"{module.path}.output")
     elif output is not None and output.kind == "tuple":
         served = [i for i, value in enumerate(output.items) if columns_of(value)]
-        if _tensors(output) == 1 and served:
+        if tensors(output) == 1 and served:
             found.append(f"{module.path}.output")
         else:
             found.extend(f"{module.path}.output[{i}]" for i in served)
     return tuple(found)
 
 
-def _is_float(value: Value) -> bool:
+def is_float(value: Value) -> bool:
     return bool(value.dtype) and ("float" in str(value.dtype))
 
 
@@ -80,10 +95,10 @@ def _names_first(output: Value | None, element: int | str | None) -> bool:
     """Whether ``element`` as written says the output's tensor, or the first of a tuple's."""
     if output is None or output.kind != "tuple":
         return element is None
-    return element == 0 or (element is None and _tensors(output) == 1)
+    return element == 0 or (element is None and tensors(output) == 1)
 
 
-def _tensors(value: Value | None) -> int:
+def tensors(value: Value | None) -> int:
     """How many tensors a tuple holds; 0 for anything else."""
     if value is None or value.kind != "tuple":
         return 0
@@ -132,13 +147,13 @@ def _output(tree: ModelTree, module: Module, element: int | str | None) -> Site:
             what = "a tensor" if value is not None and value.kind == "tensor" else "no tuple"
             raise Refused("VT208", f"{where} is {what} {describe(value)}: it has no element {element}", spelled(module))
         return _site(module, "output", None, where, _served(module, value, where))
-    tensors = [i for i, item in enumerate(value.items) if item.kind == "tensor"]
+    held = [i for i, item in enumerate(value.items) if item.kind == "tensor"]
     if element is None:
-        if len(tensors) > 1:
-            raise _pair(tree, module, tensors)
-        if not tensors:
+        if len(held) > 1:
+            raise _pair(tree, module, held)
+        if not held:
             raise Refused("VT208", f"{where} is {describe(value)}: it holds no tensor", spelled(module))
-        chosen = tensors[0]
+        chosen = held[0]
     else:
         chosen = int(element)
     if chosen >= len(value.items):
@@ -148,14 +163,14 @@ def _output(tree: ModelTree, module: Module, element: int | str | None) -> Site:
             spelled(module),
         )
     # A linear layer's (tensor, None) has one name, with or without [0].
-    name = where if tensors == [chosen] else f"{where}[{chosen}]"
+    name = where if held == [chosen] else f"{where}[{chosen}]"
     return _site(module, "output", chosen, name, _served(module, value.items[chosen], f"{where}[{chosen}]"))
 
 
-def _pair(tree: ModelTree, module: Module, tensors: list[int]) -> Refused:
+def _pair(tree: ModelTree, module: Module, held: list[int]) -> Refused:
     where = f"{module.path}.output"
     named = aliases.at_place(tree, module.path, "output", None)
-    halves = tuple(f"{where}[{i}]" for i in tensors)
+    halves = tuple(f"{where}[{i}]" for i in held)
     if named and _is_pair(tree, named[0]):
         note = f"`{named[0]}` is the stream, the sum of the two"
     elif named:
@@ -164,7 +179,7 @@ def _pair(tree: ModelTree, module: Module, tensors: list[int]) -> Refused:
         note = "whether they add up to the stream depends on the architecture: name the one that is meant"
     return Refused(
         "VT207",
-        f"{where} is a tuple of {len(tensors)} tensors, {describe(module.output)}",
+        f"{where} is a tuple of {len(held)} tensors, {describe(module.output)}",
         named + halves,
         note,
     )
@@ -174,10 +189,7 @@ def _served(module: Module, value: Value | None, where: str) -> Value:
     if value is None or value.kind != "tensor":
         raise Refused("VT208", f"{where} is {describe(value)} there, not a tensor", spelled(module))
     if columns_of(value) is None:
-        lacks = "has no row axis" if ROWS not in value.shape else "is not [rows, columns]"
-        if value.shape == (ROWS,):
-            lacks = "has no columns"
-        raise Refused("VT208", f"{where} is {value_text(value)}: it {lacks}", spelled(module))
+        raise Refused("VT208", f"{where} is {value_text(value)}: it {lacks(value)}", spelled(module))
     return value
 
 
@@ -192,11 +204,12 @@ def _site(module: Module, side: str, element: int | str | None, name: str, value
         order=(module.enter if side == "input" else module.leave) or 0,
         layer=int(layer[1]) if layer else None,
         width=columns_of(value),
-        editable=_is_float(value),
+        heads=heads_of(value),
+        editable=is_float(value),
     )
 
 
-def _never_called(tree: ModelTree, module: Module, side: str, element: int | str | None) -> Refused:
+def never_called(tree: ModelTree, module: Module) -> Refused:
     if tree.unvalued:
         return Refused(
             "VT208",
@@ -206,7 +219,7 @@ def _never_called(tree: ModelTree, module: Module, side: str, element: int | str
     if module.same_as is not None:
         first = tree.modules[module.same_as]
         if first.calls > 1:
-            return _shared(tree, module)
+            return shared(tree, module)
         return Refused(
             "VT208",
             f"{module.path} is the same module as {first.path}",
@@ -224,7 +237,7 @@ def _never_called(tree: ModelTree, module: Module, side: str, element: int | str
     return Refused("VT208", f"{module.path} is never called as a module during a forward", (), note)
 
 
-def _shared(tree: ModelTree, module: Module) -> Refused:
+def shared(tree: ModelTree, module: Module) -> Refused:
     first = tree.modules[module.same_as] if module.same_as else module
     parent = module.path.rpartition(".")[0]
     valid: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval
+from vtaps.spec.source import Forward
 from vtaps.spec.spec import Arm, Edit, Metric, Override, Read, Spec
 from vtaps.spec.tree import Dimensions, Site
 
@@ -105,7 +106,8 @@ class TreeFacts:
 
 @dataclass(frozen=True)
 class Plan:
-    """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest."""
+    """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest,
+    ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops."""
 
     spec: Spec
     tree: TreeFacts
@@ -119,3 +121,4 @@ class Plan:
     arms: Mapping[str, ArmPlan]
     prompts: Mapping[str, tuple[ReadyPrompt, ...]]
     outside: Mapping[str, str] = field(default_factory=dict)
+    forwards: Mapping[str, Forward] = field(default_factory=dict)

@@ -96,6 +96,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     plan = Plan(
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
+        {where: tree.forwards[where] for where in sorted({p.site.forward for p in locations if p.site.forward})},
     )  # fmt: skip
     return plan, found
 

@@ -100,7 +100,9 @@ class Site:
     output (int) or an input parameter (name). ``value`` ``pair``: the stream is the sum of ``element`` and
     ``residual`` (an output index or input parameter name; the residual may be None at run time).
     ``columns`` is a slice of the last axis (q, k, v inside the fused projection). ``width`` counts columns after
-    the slice; ``heads`` divide it. ``hf_index`` is the index into Hugging Face's ``hidden_states``.
+    the slice; ``heads`` divide it. ``hf_index`` is the index into Hugging Face's ``hidden_states``. ``op``: it is
+    what this op of the module's forward computes (``element`` then counts in the op's tuple), and ``forward`` the
+    function, in :attr:`ModelTree.forwards`.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Site:
     side: Literal["input", "output"]
     element: int | str | None
     value: Literal["tensor", "pair"]
-    order: int
+    order: float
     alias: str | None = None
     layer: int | None = None
     residual: int | str | None = None
@@ -117,3 +119,5 @@ class Site:
     heads: int | None = None
     editable: bool = True
     hf_index: int | None = None
+    op: str | None = None
+    forward: str | None = None

@@ -28,12 +28,15 @@ TUPLE_LIMIT = 16
 
 @dataclass(frozen=True)
 class Call:
-    """The first call of one module; ``calls`` counts all of one pass, ``ops`` are the first values in its forward."""
+    """The first call of one module; ``calls`` counts all of one pass, ``ops`` are the first values in its forward.
+
+    A forward that ran past the module's hooks, as that of a compiled module does, has its ops alone.
+    """
 
     inputs: tuple[tuple[str, Value | None], ...]
     output: Value | None
-    enter: int
-    leave: int
+    enter: int | None
+    leave: int | None
     calls: int
     ops: dict[str, Value] = field(default_factory=dict)
 
@@ -241,6 +244,8 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool, sums: PartialSums | 
         restore()
         for handle in handles:
             handle.remove()
+    for path, of in values.items():
+        found.setdefault(path, Call((), None, None, None, 0, of))
     return found if sums is None else {path: _marked(call, sums) for path, call in found.items()}
 
 

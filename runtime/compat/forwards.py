@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -148,6 +148,41 @@ def _instrumented(function: Callable[..., Any]) -> _Tapped | None:
         return _Tapped(instrument(function, *_source(function)), read.ops)
     except InstrumentError:
         return None
+
+
+@dataclass(frozen=True)
+class TappedForward:
+    """A module's forward with taps around some ops.  ``points``: what each tap is called with → its ops; ``digest``:
+    sha256 of the function's text."""
+
+    where: str
+    digest: str
+    points: Mapping[str, tuple[str, ...]]
+    _made: Instrumented
+    _attribute: str
+    _method: bool
+
+    def put(self, module: Any, tap: Callable[[str, Any], Any]) -> None:
+        """Let ``module`` run it; ``tap(name, value)`` gives the value to go on with."""
+        bound = self._made.bind(tap)
+        setattr(module, self._attribute, MethodType(bound, module) if self._method else bound)
+
+
+def tapped(module: Any, ops: Collection[str]) -> TappedForward | None:
+    """The forward of ``module`` with taps around ``ops``; None where it runs another function than the one that
+    the tree shows.  Raises InstrumentError, SourceError."""
+    function = forward_function(module)
+    if not isinstance(function, FunctionType):
+        return None
+    attribute = "forward" if type(module).forward is function else "_forward_method"
+    old: Any = getattr(module, attribute, None)
+    if old is None or getattr(old, "__func__", old) is not function:
+        return None
+    source = _source(function)
+    made = instrument(function, *source, ops)
+    read = _read(function)
+    points = {name: tuple(name.split()) for name in made.names}
+    return TappedForward(read.where, read.digest, points, made, attribute, inspect.ismethod(old))
 
 
 def _below_packages(file: Path) -> str:

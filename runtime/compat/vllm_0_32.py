@@ -203,12 +203,16 @@ def _wrap_child_info(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled() -> dict[str, int]:
-    """What this process has compiled, loaded from vLLM's compile cache, and captured so far."""
+    """What this process has traced, compiled, loaded from vLLM's compile cache, and captured so far.
+
+    A model that is traced may still be compiled nowhere: vLLM keeps the whole of it and each of its parts.
+    """
     from vllm.compilation.counter import compilation_counter as counter
 
     return {
-        "compiled": counter.num_aot_compiles + counter.num_backend_compilations,
-        "loaded": counter.num_aot_artifacts_loaded,
+        "traced": counter.num_aot_compiles + counter.num_backend_compilations,
+        "compiled": counter.num_inductor_compiles,
+        "loaded": counter.num_aot_artifacts_loaded + counter.num_compiled_artifacts_loaded,
         "captured": counter.num_cudagraph_captured,
     }
 

@@ -52,6 +52,8 @@ def factory(scale: int) -> type:
                 7,
             )
             a += more
+            held = {"a": a}
+            held["a"] -= 1
             z = [abs(v) for v in many]
             text = f"{abs(a)}"
             return a if b > len(text) else (c := a + b) + c - sum(z)
@@ -91,9 +93,16 @@ def test_only_what_is_asked_for_is_tapped() -> None:
     assert seen == [("forward_0", 30), ("b_0", (5, 0))]
 
 
+def test_an_augmented_assignment_is_tapped_behind_it() -> None:
+    child = factory(5)
+    tapped, seen = traced(child.forward, "a_1")
+    assert tapped(child(), 3, more=4) == child().forward(3, more=4)
+    assert seen == [("a_1", 9)]
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("abs_0", "in a comprehension"), ("abs_1", "in an f-string"), ("a_1", "an augmented assignment")],
+    [("abs_0", "in a comprehension"), ("abs_1", "in an f-string"), ("held_1", "part of a value")],
 )
 def test_where_nothing_can_be_put_around(name: str, why: str) -> None:
     with pytest.raises(InstrumentError, match=why):

@@ -72,8 +72,8 @@ def silent(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
     """A model that does not call a tapped module's forward: here it goes past the wrapper around it."""
     install = hooks.install
 
-    def past_one(block: Any, tapped: Any, act_of: Any) -> tuple[str, ...]:
-        names = install(block, tapped, act_of)
+    def past_one(block: Any, program: Any, tapped: Any, act_of: Any) -> tuple[str, ...]:
+        names = install(block, program, tapped, act_of)
         layer = tapped.get_submodule("model.layers.1")
         layer.forward = type(layer).forward.__get__(layer)
         return names
@@ -93,7 +93,22 @@ def too_long(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
     start(folder, model, max_model_len=100_000)
 
 
+def another_forward(folder: Path, model: Path, patch: pytest.MonkeyPatch) -> None:
+    """A lock that was made for another text of a forward with taps."""
+    lock, block = write_case(folder, model, reads=READS, arms={"look": arm(reads=["stream"])})
+    lock["forwards"] = {
+        "vllm.model_executor.models.llama.LlamaMLP.forward": {
+            "file": "vllm/model_executor/models/llama.py",
+            "line": 1,
+            "digest": "sha256:" + "0" * 64,
+            "ops": ["2 self_gate_up_proj_0 call: self.gate_up_proj", "3 self_act_fn_0 call: self.act_fn"],
+        }
+    }
+    Engine(lock, folder, block, folder / "manifest")
+
+
 CAUSES: dict[str, Cause] = {
+    "VT505-text": another_forward,
     "VT601-plugin": no_plugin,
     "VT603-point": unknown,
     "VT606-twice": twice,

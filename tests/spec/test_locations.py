@@ -151,7 +151,18 @@ def test_a_raw_place_has_the_width_that_the_model_has() -> None:
         ("model.layers.*.mlpp.output", "VT202"),
         ("mlp.output", "VT202"),
         ("nothing.here.output", "VT202"),
-        ("model.layers.10.self_attn.source.qkv_split_0.output[0]", "VT203"),
+        ("model.layers.10.self_attn.source", "VT201"),
+        ("model.layers.10.self_attn.source.q_0.input", "VT201"),
+        ("model.layers.10.self_attn.source.self_attn_0.source.x_0", "VT201"),
+        ("model.layers.10.self_attn.source.q_0.outptu", "VT201"),
+        ("model.layers.10.self_attn.source.q_0.output[x]", "VT201"),
+        ("model.layers.10.self_attn.source.q", "VT203"),
+        ("model.layers.10.self_attn.source.qkv_splt_0", "VT203"),
+        ("model.layers.10.source.self_input_layernorm_0", "VT216"),
+        ("model.layers.10.self_attn.source.qkv_split_0", "VT208"),
+        ("model.layers.10.self_attn.source.qkv_split_0.output[3]", "VT208"),
+        ("model.layers.10.self_attn.source.q_0.output[0]", "VT208"),
+        ("model.source.layer_0", "VT216"),
         ("resid_post[30]", "VT204"),
         ("resid_post[0..30]", "VT204"),
         ("model.layers.30.mlp.output", "VT204"),
@@ -215,8 +226,9 @@ def test_a_column_points_into_the_brackets() -> None:
     assert "column 14" in refused("resid_post[3,x]").message
 
 
-def test_heads_kept_as_an_axis_are_not_rows_and_columns() -> None:
-    assert refused("model.layers.1.self_attn.q_norm.output", "qwen3").code == "VT208"
+def test_heads_kept_as_an_axis_are_columns_side_by_side() -> None:
+    (site,), _ = locate(tree("qwen3"), "model.layers.1.self_attn.q_norm.output", SPAN)
+    assert (site.width, site.heads) == (128, 4)
 
 
 def test_without_a_table_raw_places_stay_and_aliases_are_refused() -> None:

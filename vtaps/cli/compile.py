@@ -8,6 +8,7 @@ from typing import Any
 
 from vtaps.cli.common import add_format, report
 from vtaps.spec.diagnostics import Diagnostic, has_errors
+from vtaps.spec.plan import Plan
 
 
 def add(verbs: Any) -> None:
@@ -20,6 +21,9 @@ def add(verbs: Any) -> None:
     verb.add_argument("specs", nargs="+", metavar="SPEC", help="a spec file")
     verb.add_argument("--check", action="store_true", help="write nothing; fail where the files are out of date")
     verb.add_argument("--stdout", action="store_true", help="print the block instead of writing")
+    verb.add_argument(
+        "--show-forward", action="store_true", help="print the forwards that get taps, as diffs, instead of writing"
+    )
     add_format(verb)
 
 
@@ -42,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
             continue
         if args.stdout:
             print(compiled.block.source, end="")
+        elif args.show_forward:
+            show_forwards(result.plan)
         elif args.check:
             problems = drift(compiled.files, result.doc.folder, path)
             found += problems
@@ -54,3 +60,15 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{'wrote' if name in written else 'unchanged'} {result.doc.folder / name}", file=sys.stderr)
     report(found, args.format, documents)
     return 1 if has_errors(found) else 0
+
+
+def show_forwards(plan: Plan) -> None:
+    """Each forward with a location inside, as a diff of vLLM's own file."""
+    from vtaps.runtime.forward_text import tapped_diff
+
+    if not plan.forwards:
+        print("no location is inside a forward: each is an input or an output of a module")
+    for where, forward in plan.forwards.items():
+        ops = {p.site.op for p in plan.locations if p.site.forward == where and p.site.op is not None}
+        diff = tapped_diff(forward, ops)
+        print("\n".join(diff) if diff is not None else f"{where}: its text is not installed here, or is another's")

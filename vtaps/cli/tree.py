@@ -31,7 +31,8 @@ def add(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vtaps.runtime.trees import source_of, tree_for
+    from vtaps.runtime.forward_text import source_of
+    from vtaps.runtime.trees import tree_for
     from vtaps.spec.diagnostics import Diagnostic, Span
     from vtaps.spec.models import find_config
     from vtaps.spec.snapshot import write_tree

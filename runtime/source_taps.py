@@ -1,0 +1,76 @@
+"""Taps inside forwards: a module's forward is replaced by the same function with taps around some of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vtaps.codegen.instrument import InstrumentError
+from vtaps.codegen.source_ops import SourceError
+from vtaps.runtime.block import Location
+from vtaps.runtime.compat import forwards
+from vtaps.runtime.program import Program
+
+
+class ForwardError(Exception):
+    """A forward cannot get its taps; the message names it."""
+
+
+@dataclass(frozen=True)
+class At:
+    """A location in a forward, and what happens there: ``act(x, None, number)``."""
+
+    place: Location
+    number: int
+    act: Callable[[Tensor, Tensor | None, int], None]
+
+
+def put(module: nn.Module, places: Sequence[At], program: Program) -> None:
+    """Let ``module``, on this instance, run its forward with ``places``.
+
+    A compiler that traces the model later sees the taps.  Raises ForwardError where the forward is not the one that was
+    compiled for, or this platform runs another body.
+    """
+    path = places[0].place.module
+    (where,) = {str(program.sites[at.place.name].forward) for at in places}
+    try:
+        tapped = forwards.tapped(module, {str(at.place.op) for at in places})
+    except (InstrumentError, SourceError) as error:
+        raise ForwardError(f"{path}: {where}: {error}") from error
+    if tapped is None:
+        raise ForwardError(f"{path}: this platform does not run {where} there")
+    if (found := f"sha256:{tapped.digest}") != program.forwards[where].digest or tapped.where != where:
+        raise ForwardError(f"{path}: {tapped.where} ({found}) is not the {where} of the lock; compile again")
+    tapped.put(module, _tap(tapped.points, places))
+
+
+def _tap(points: Mapping[str, Sequence[str]], places: Sequence[At]) -> Callable[[str, Any], Any]:
+    """``points``: what a tap is called with → its ops."""
+    here = {names: tuple(_acting(at) for at in places if at.place.op in ops) for names, ops in points.items()}
+
+    def tap(names: str, value: Any) -> Any:
+        for act in here[names]:
+            act(value)
+        return value
+
+    return tap
+
+
+def _acting(at: At) -> Callable[[Any], None]:
+    element, act, number, name = at.place.output, at.act, at.number, at.place.name
+
+    def acting(value: Any) -> None:
+        x = value if element is None else value[element]
+        if not isinstance(x, Tensor):
+            raise ForwardError(f"{name}: {type(x).__name__} is computed there, not a tensor")
+        act(rows_of(x), None, number)
+
+    return acting
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``[rows, columns]`` of ``[rows, …]``: a view, so that what is written there is written in ``x``."""
+    return x.view(x.shape[0], -1) if x.dim() > 2 else x
