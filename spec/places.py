@@ -6,6 +6,7 @@ import math
 import re
 
 from vtaps.spec import aliases
+from vtaps.spec.shards import axes
 from vtaps.spec.snapshot import value_text
 from vtaps.spec.tree import ROWS, ModelTree, Module, Site, Value
 
@@ -38,13 +39,16 @@ def resolve_place(tree: ModelTree, path: str, side: str, element: int | str | No
     return _input(module, str(element)) if side == "input" else _output(tree, module, element)
 
 
-def describe(value: Value | None) -> str:
-    """``[T, 576]`` for a tensor, with its dtype where that is not a float's; else what it is instead."""
+def describe(value: Value | None, *, labels: bool = False) -> str:
+    """``[T, 576]`` for a tensor, with its dtype where that is not a float's; else what it is instead.  ``labels``: and
+    what one rank of several has of it, ``[T, 960/tp]``, ``[T, 576] partial``."""
     if value is None or value.kind in ("none", "other"):
         return "None" if value is not None and value.kind == "none" else "no tensor"
     if value.kind == "tuple":
-        return f"({', '.join(describe(v) for v in value.items)})"
-    shape = f"[{', '.join(str(n) for n in value.shape)}]"
+        return f"({', '.join(describe(v, labels=labels) for v in value.items)})"
+    shape = f"[{', '.join(axes(value) if labels else map(str, value.shape))}]"
+    if labels and value.mark:
+        shape += " partial" if value.mark == "partial" else " tp 1 only"
     return shape if is_float(value) else f"{value.dtype}{shape}"
 
 

@@ -1,7 +1,7 @@
-"""A :class:`ModelTree` as JSON (``schemas/tree-v2.schema.json``) and back, without loss.
+"""A :class:`ModelTree` as JSON (``schemas/tree-v3.schema.json``) and back, without loss.
 
 Repeated layers are written once: ``model.layers.[0..29]`` holds the modules of a run of equal layers, and for
-a layer that differs only the modules that do. A value is one word, ``bfloat16[T,576]`` or a tuple of such.
+a layer that differs only the modules that do. A value is one word, ``bfloat16[T,960/tp]`` or a tuple of such.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
+from vtaps.spec import shards
 from vtaps.spec.files import write_text
 from vtaps.spec.source import Forward, op_text, parse_op
 from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
-VERSION = 2
+VERSION = 3
 """The version of the format; a cached snapshot of another version is rebuilt."""
 
 _LAYER = re.compile(r"(.+?)\.(0|[1-9]\d*)(?:\.(.+))?")
-_TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\]")
+_TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\](?::(partial|alone)\b)?")
 _STACK = re.compile(r"(.+)\.\[0\.\.(\d+)\]")
 
 
@@ -36,11 +37,11 @@ class SnapshotError(ValueError):
 
 
 def value_text(value: Value | None) -> str | None:
-    """``bfloat16[T,576]``, ``(A, B)``, ``None``, ``other``; None stays None."""
+    """``bfloat16[T,960/tp]``, ``bfloat16[T,576]:partial``, ``(A, B)``, ``None``, ``other``; None stays None."""
     if value is None:
         return None
     if value.kind == "tensor":
-        return f"{value.dtype}[{','.join(str(n) for n in value.shape)}]"
+        return f"{value.dtype}[{','.join(shards.axes(value))}]{value.mark and ':' + value.mark}"
     if value.kind == "tuple":
         return f"({', '.join(str(value_text(v)) for v in value.items)})"
     return "None" if value.kind == "none" else "other"
@@ -68,9 +69,10 @@ def _value_at(text: str, at: int) -> tuple[Value, int]:
                 raise SnapshotError(f"not a value: {text!r}")
         return Value("tuple", items=tuple(items)), at + 1
     if found := _TENSOR.match(text, at):
-        axes = found[2].split(",") if found[2] else []
-        shape = tuple(int(n) if n.isdecimal() else n for n in axes)
-        return Value("tensor", found[1], shape), found.end()
+        axes = [shards.parse_axis(n) for n in found[2].split(",")] if found[2] else []
+        parts = tuple((i, part) for i, (_, sharded, part) in enumerate(axes) if sharded)
+        mark = cast(Literal["", "partial", "alone"], found[3] or "")
+        return Value("tensor", found[1], tuple(whole for whole, _, _ in axes), (), parts, mark), found.end()
     if text.startswith("None", at):
         return Value("none"), at + 4
     if text.startswith("other", at):
@@ -270,6 +272,8 @@ def to_json(tree: ModelTree) -> dict[str, Any]:
     }
     if tree.unvalued is not None:
         made["unvalued"] = tree.unvalued
+    if tree.unsharded is not None:
+        made["unsharded"] = tree.unsharded
     made["digest"] = digest(made)
     return made
 
@@ -305,6 +309,7 @@ def from_json(data: Any) -> ModelTree:
             modules=modules,
             digest=data["digest"],
             unvalued=data.get("unvalued"),
+            unsharded=data.get("unsharded"),
             forwards=forwards,
         )
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as fault:

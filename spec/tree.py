@@ -1,7 +1,7 @@
 """The model's module tree as data: what there is to tap, before any weight is loaded.
 
 Built by ``vtaps.runtime.compat.meta_tree`` from a bare configuration, kept as a JSON snapshot
-(``schemas/tree-v2.schema.json``), read by everything left of ``run``.
+(``schemas/tree-v3.schema.json``), read by everything left of ``run``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ ROWS = "T"
 class Value:
     """What a module takes or gives, from one abstract pass.
 
-    ``shape`` holds ints and :data:`ROWS`; ``items`` the elements of a tuple; ``kind`` ``other`` is anything that
-    is neither tensor, tuple nor None.
+    ``shape`` holds ints and :data:`ROWS`, of the model on one rank; ``items`` the elements of a tuple; ``kind``
+    ``other`` is anything that is neither tensor, tuple nor None.
+
+    What a rank of several has of a tensor (:mod:`vtaps.spec.shards`): ``shards`` are the axes of which it has a part,
+    each with that part's size on one of two ranks where it is not half; ``mark`` is ``partial`` where the ranks' values
+    sum to the value, ``alone`` where only a model on one rank computes it. Neither: every rank has the whole, in a tree
+    that has labels (:attr:`ModelTree.unsharded`).
     """
 
     kind: Literal["tensor", "tuple", "none", "other"]
     dtype: str | None = None
     shape: tuple[int | str, ...] = ()
     items: tuple[Value, ...] = ()
+    shards: tuple[tuple[int, int | str | None], ...] = ()
+    mark: Literal["", "partial", "alone"] = ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,8 @@ class Dimensions:
 class ModelTree:
     """``digest`` is the sha256 of the snapshot's content, ``modules`` are in the model's own order by path.
 
-    ``unvalued`` says why the modules carry no values, where the abstract pass did not work for the architecture.
+    ``unvalued`` says why the modules carry no values, where the abstract pass did not work for the architecture;
+    ``unsharded`` why the values carry no shard labels, where the model does not run on two ranks.
     ``forwards``: name → the function that modules run, with its ops.
     """
 
@@ -81,6 +89,7 @@ class ModelTree:
     digest: str
     unvalued: str | None = None
     forwards: dict[str, Forward] = field(default_factory=dict)
+    unsharded: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from vtaps.spec import aliases
+from vtaps.spec import aliases, shards
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.layers import render_layers
 from vtaps.spec.locations import children, locate, paths_of
@@ -21,7 +21,8 @@ INDENT = 2
 def render(tree: ModelTree, width: int = 100) -> str:
     """The whole tree, one line a module, repeated layers once: name, class, output, and the aliases there.
 
-    ``T`` is the row axis. An alias of an input names the parameter after it, ``z[i] (input_)``.
+    ``T`` is the row axis. An alias of an input names the parameter after it, ``z[i] (input_)``. An output that is not
+    whole on every rank says so, ``[T, 960/tp]``.
     """
     rows = list(_rows(tree))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -37,6 +38,8 @@ def render(tree: ModelTree, width: int = 100) -> str:
         lines += ["", f"resid_pre[i] is resid_post[i-1], and resid_pre[0] is {zero}"]
     if tree.unvalued:
         lines += ["", f"without shapes: {tree.unvalued}"]
+    else:
+        lines += ["", _ranks(tree)]
     if aliases.table_of(tree) is None:
         lines += ["", f"{tree.architecture} has no alias table: its places are spelled as module paths"]
     return "\n".join(lines) + "\n"
@@ -44,6 +47,12 @@ def render(tree: ModelTree, width: int = 100) -> str:
 
 def _title(tree: ModelTree) -> str:
     return f"{tree.architecture} ({tree.model_type}), {tree.dtype}, vLLM {tree.vllm}, tree {tree.digest[:12]}"
+
+
+def _ranks(tree: ModelTree) -> str:
+    if tree.unsharded:
+        return f"without shard labels, it does not run on {shards.RANKS} ranks: {tree.unsharded}"
+    return "at tensor_parallel_size > 1 a rank has its part of an axis N/tp, its term of a partial sum, all of the rest"
 
 
 def _sizes(tree: ModelTree) -> str:
@@ -89,7 +98,7 @@ def _row(tree: ModelTree, module: Module, depth: int, name: str, layer: str | No
         text = f"{alias.partition('[')[0]}[{layer}]" if layer and "[" in alias else alias
         named.append(f"{text} ({where})" if where else text)
     first = tree.modules[module.same_as] if module.same_as else module
-    shape = describe(first.output) if first.output is not None else ""
+    shape = describe(first.output, labels=True) if first.output is not None else ""
     if first.calls > 1:
         shape += f" ×{first.calls}, shared"
     return " " * (INDENT * depth) + name, module.cls, shape.strip(), ", ".join(named)
@@ -123,6 +132,8 @@ def render_at(tree: ModelTree, path: str, span: Span | None = None) -> tuple[str
     for name, shape in module.parameters:
         lines.append(f"  weight {name} {list(shape)}")
     lines += _places(tree, module, span)
+    if tree.unsharded and module.inputs:
+        lines.append(_ranks(tree))
     below = children(tree, module.path)
     if below:
         lines.append("holds")
@@ -161,7 +172,7 @@ def render_forward(forward: Forward, values: Mapping[str, Value], source: Sequen
     width = max(map(len, names), default=0)
     by_line: dict[int, list[str]] = {}
     for op, name in zip(forward.ops, names, strict=True):
-        value = describe(values[op.name]) if op.name in values else ""
+        value = describe(values[op.name], labels=True) if op.name in values else ""
         by_line.setdefault(op.line, []).append(f"{name.ljust(width)}  {value}".rstrip())
     if source is None:
         lines.append("  its source is not installed here, or is another version's")
@@ -185,11 +196,12 @@ def _margin(op: Op) -> str:
 
 
 def _places(tree: ModelTree, module: Module, span: Span) -> list[str]:
-    rows: list[tuple[str, str, str]] = []
+    rows: list[tuple[str, str, str, str]] = []
     served = set(spelled(module))
     for name, value in module.inputs:
         where = f"{module.path}.input.{name}"
-        rows.append((f"input {name}", describe(value), _spell(tree, module, "input", name, where, served, span)))
+        spelt = _spell(tree, module, "input", name, where, served, span)
+        rows.append((f"input {name}", describe(value, labels=True), _held(tree, value), spelt))
     output = module.output
     if output is not None:
         parts: list[tuple[str, Value]] = [(f"{module.path}.output", output)]
@@ -198,9 +210,18 @@ def _places(tree: ModelTree, module: Module, span: Span) -> list[str]:
         for where, value in parts:
             label = where.removeprefix(module.path + ".")
             element = None if label in ("output", "output[0]") else 1
-            rows.append((label, describe(value), _spell(tree, module, "output", element, where, served, span)))
-    widths = [max((len(r[c]) for r in rows), default=0) for c in range(2)]
-    return [f"  {a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows]
+            spelt = _spell(tree, module, "output", element, where, served, span)
+            rows.append((label, describe(value, labels=True), _held(tree, value), spelt))
+    widths = [max((len(r[c]) for r in rows), default=0) for c in range(3)]
+    lines = []
+    for *left, names in rows:
+        cells = [text.ljust(width) for text, width in zip(left, widths, strict=True) if width]
+        lines.append(f"  {GAP.join([*cells, names])}".rstrip())
+    return lines
+
+
+def _held(tree: ModelTree, value: Value | None) -> str:
+    return "" if tree.unsharded else shards.words(value)
 
 
 def _spell(

@@ -1,19 +1,23 @@
 """One forward without data: which modules are called, in what order, with what shapes.
 
 The pass runs twice under ``FakeTensorMode``, with two row counts; an axis that follows the count is the row
-axis.
+axis.  The second one runs one layer of each kind.  The same pass on several ranks says what one of them holds.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from vtaps.runtime.compat.forwards import tap_ops
+from vtaps.runtime.compat.layer_kinds import LayerKinds, layer_kinds
+from vtaps.runtime.compat.partial_sums import PartialSums, begin_in
+from vtaps.runtime.compat.ranks import not_built, shortened
 from vtaps.spec.tree import ROWS, Value
 
 ROW_COUNTS = (7, 13)
@@ -37,33 +41,85 @@ class Call:
     ops: dict[str, Value] = field(default_factory=dict)
 
 
-def record(model: Any, config: Any) -> tuple[dict[str, Call], str | None]:
-    """``(path → call, None)``, or ``({}, why)`` where the architecture does not run on fake tensors."""
+@dataclass(frozen=True)
+class Recorded:
+    """What the modules take and give, by path; ``unvalued`` says why nothing is known, where the architecture does not
+    run on fake tensors; ``ops``: whether its forwards run with taps; ``kinds``: which of its layers are alike."""
+
+    calls: dict[str, Call]
+    unvalued: str | None = None
+    ops: bool = True
+    kinds: LayerKinds = field(default_factory=LayerKinds)
+
+
+def record(model: Any, config: Any) -> Recorded:
+    """The passes over a model on one rank."""
     stub_weights(model, config.model_config.dtype)
     try:
         try:
-            one, other = (_pass(model, config, rows, ops=True) for rows in ROW_COUNTS)
+            return _record(model, config, ops=True)
         except Exception:  # a forward may look at itself: its modules' values are then of use alone
-            one, other = (_pass(model, config, rows, ops=False) for rows in ROW_COUNTS)
+            return _record(model, config, ops=False)
     except Exception as fault:  # an architecture may do anything in its forward: the tree alone is still of use
         text = str(fault).strip().splitlines()
-        return {}, f"{type(fault).__name__}: {text[0] if text else ''}"[:200]
+        return Recorded({}, f"{type(fault).__name__}: {text[0] if text else ''}"[:200])
+
+
+def _record(model: Any, config: Any, *, ops: bool) -> Recorded:
+    one = _pass(model, config, ROW_COUNTS[0], ops=ops)
+    kinds = layer_kinds(model, one)
+    if kinds.count is not None:
+        try:
+            with shortened(model, kinds.count):
+                other = _pass(model, config, ROW_COUNTS[1], ops=ops)
+        except Exception:  # it may count on the layers that it was built with
+            other = {}
+        if all(_alike(call, other.get(kinds.of(path))) for path, call in one.items()):
+            return Recorded(_merged(one, other, kinds), None, ops, kinds)
+    other = _pass(model, config, ROW_COUNTS[1], ops=ops)
+    return Recorded(_merged(one, other, LayerKinds()), None, ops, LayerKinds())
+
+
+def record_ranks(model: Any, config: Any, sums: PartialSums, *, ops: bool) -> dict[str, Call]:
+    """The passes over rank 0 of a model on several; partial sums are marked.  Raises what the model raises."""
+    stub_weights(model, config.model_config.dtype)
+    begin_in(sums, model)
+    one, other = (_pass(model, config, rows, ops=ops, sums=sums) for rows in ROW_COUNTS)
+    if called := sorted(one.keys() & not_built(model)):
+        raise RuntimeError(f"{called[0]} is called, and is not of this stage")
+    return _merged(one, other, LayerKinds())
+
+
+def _merged(one: dict[str, Call], other: dict[str, Call], kinds: LayerKinds) -> dict[str, Call]:
     return {
         path: Call(
-            inputs=tuple((name, _merge(value, dict(other[path].inputs).get(name))) for name, value in call.inputs),
-            output=_merge(call.output, other[path].output),
+            inputs=tuple((name, _merge(value, dict(twin.inputs).get(name))) for name, value in call.inputs),
+            output=_merge(call.output, twin.output),
             enter=call.enter,
             leave=call.leave,
             calls=call.calls,
             ops={
                 name: merged
                 for name, value in call.ops.items()
-                if (merged := _merge(value, other[path].ops.get(name))) is not None
+                if (merged := _merge(value, twin.ops.get(name))) is not None
             },
         )
         for path, call in one.items()
-        if path in other
-    }, None
+        if (twin := other.get(kinds.of(path))) is not None
+    }
+
+
+def _alike(one: Call, other: Call | None) -> bool:
+    """Whether two calls of one module differ in sizes alone."""
+    if other is None:
+        return False
+    pairs = [(one.output, other.output), *zip(one.ops.values(), other.ops.values(), strict=False)]
+    pairs += [(a, b) for (_, a), (_, b) in zip(one.inputs, other.inputs, strict=False)]
+    return list(one.ops) == list(other.ops) and all(_form(a) == _form(b) for a, b in pairs)
+
+
+def _form(value: Value | None) -> Any:
+    return value and (value.kind, value.dtype, len(value.shape), tuple(map(_form, value.items)))
 
 
 def parameter_binder(module: Any) -> Callable[[Any, Any], dict[str, Any]]:
@@ -98,13 +154,15 @@ def parameter_binder(module: Any) -> Callable[[Any, Any], dict[str, Any]]:
     return bind
 
 
-def describe(value: Any, depth: int = 0) -> Value:
-    """The :class:`Value` of what a module took or gave, sizes as they are in this pass."""
+def describe(value: Any, sums: PartialSums | None = None, depth: int = 0) -> Value:
+    """The :class:`Value` of what a module took or gave, sizes as they are in this pass.  With ``sums`` the mark of a
+    tensor is what :meth:`PartialSums.is_partial` takes."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return Value("tensor", dtype, tuple(int(n) for n in value.shape))
+        made = Value("tensor", dtype, tuple(int(n) for n in value.shape))
+        return made if sums is None else replace(made, mark=cast(Any, sums.seen(value)))
     if isinstance(value, (tuple, list)) and depth < 3 and len(value) <= TUPLE_LIMIT:
-        return Value("tuple", items=tuple(describe(v, depth + 1) for v in value))
+        return Value("tuple", items=tuple(describe(v, sums, depth + 1) for v in value))
     return Value("none") if value is None else Value("other")
 
 
@@ -117,7 +175,7 @@ def _merge(one: Value | None, other: Value | None) -> Value | None:
     if one.kind != "tensor" or len(one.shape) != len(other.shape):
         return one
     shape = tuple(_axis(int(a), int(b)) for a, b in zip(one.shape, other.shape, strict=True))
-    return Value("tensor", one.dtype, shape)
+    return replace(one, shape=shape)
 
 
 def _axis(one: int, other: int) -> int | str:
@@ -131,7 +189,7 @@ def _axis(one: int, other: int) -> int | str:
     return text + (f"+{offset}" if offset > 0 else str(offset) if offset < 0 else "")
 
 
-def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
+def _pass(model: Any, config: Any, rows: int, *, ops: bool, sums: PartialSums | None = None) -> dict[str, Call]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -146,7 +204,7 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
         def before(_: Any, args: Any, kwargs: Any) -> None:
             nonlocal clock
             # Described here: a fused norm donates its inputs, and what it leaves in them is not the input.
-            entered.append((clock, tuple((k, describe(v)) for k, v in bind(args, kwargs).items())))
+            entered.append((clock, tuple((k, describe(v, sums)) for k, v in bind(args, kwargs).items())))
             clock += 1
 
         def after(_: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -156,7 +214,7 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
                 known = found[path]
                 found[path] = replace(known, calls=known.calls + 1)
             else:
-                found[path] = Call(inputs, describe(output), enter, clock, 1, dict(values.get(path, {})))
+                found[path] = Call(inputs, describe(output, sums), enter, clock, 1, dict(values.get(path, {})))
             clock += 1
 
         return [
@@ -167,7 +225,7 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
     def seen(path: str, name: str, value: Any) -> None:
         of = values.setdefault(path, {})
         if name not in of:
-            of[name] = describe(value)
+            of[name] = describe(value, sums)
 
     handles = [h for path, module in model.named_modules() for h in hook_pair(path, module)]
     restore = tap_ops(model, seen) if ops else lambda: None
@@ -177,6 +235,7 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
             set_forward_context(None, config, num_tokens=rows),
             torch.inference_mode(),
             FakeTensorMode(allow_non_fake_inputs=True),
+            sums or nullcontext(),
         ):
             ids = torch.zeros(rows, dtype=torch.long, device="meta")
             positions = torch.zeros(rows, dtype=torch.long, device="meta")
@@ -187,7 +246,25 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool) -> dict[str, Call]:
             handle.remove()
     for path, of in values.items():
         found.setdefault(path, Call((), None, None, None, 0, of))
-    return found
+    return found if sums is None else {path: _marked(call, sums) for path, call in found.items()}
+
+
+def _marked(call: Call, sums: PartialSums) -> Call:
+    """The marks of :func:`describe` as those of :class:`Value`, now that all that is reduced is known."""
+
+    def mark(value: Value | None) -> Value | None:
+        if value is None or value.kind not in ("tensor", "tuple"):
+            return value
+        if value.kind == "tuple":
+            return replace(value, items=tuple(mark(item) or item for item in value.items))
+        return replace(value, mark="partial" if sums.is_partial(value.mark) else "")
+
+    return replace(
+        call,
+        inputs=tuple((name, mark(value)) for name, value in call.inputs),
+        output=mark(call.output),
+        ops={name: mark(value) or value for name, value in call.ops.items()},
+    )
 
 
 def stub_weights(model: Any, dtype: Any) -> None:

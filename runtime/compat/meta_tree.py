@@ -4,71 +4,50 @@
 
 runs in a process of its own, because the groups that vLLM's layers ask for are replaced by fakes here.
 The model is built on the meta device; one abstract pass (:mod:`vtaps.runtime.compat.abstract_pass`) then says
-what every module takes and gives.
+what every module takes and gives.  Built again as one rank of two, with one layer of each kind, it says what a rank
+holds of that (:mod:`vtaps.spec.shards`).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vtaps.runtime.compat.lean_imports import import_vllm_lean
 from vtaps.runtime.trees import REASON, vllm_version
+from vtaps.spec.shards import RANKS, label
 from vtaps.spec.snapshot import write_tree
 from vtaps.spec.source import Forward
 from vtaps.spec.tree import Dimensions, ModelTree, Module
 
-
-class FakeProcessGroup:
-    """Enough of a process group for layers that ask for ``size()`` and ``rank()``."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
+if TYPE_CHECKING:
+    from vtaps.runtime.compat.abstract_pass import Call, Recorded
 
 
-def fake_groups() -> None:
-    """Stand-ins for vLLM's group coordinators: one rank, no ``torch.distributed`` behind them."""
-    import torch
-    from vllm.distributed import parallel_state
+def meta_model(
+    config_dir: Path,
+    dtype: str,
+    ranks: int = 1,
+    layers: int | None = None,
+    reduced: Callable[[Any], None] = lambda _: None,
+) -> tuple[Any, Any]:
+    """vLLM's engine configuration and the model of ``config_dir`` on the meta device, rank 0 of ``ranks``.
 
-    def group(name: str) -> Any:
-        made = object.__new__(parallel_state.GroupCoordinator)
-        made.__dict__.update(
-            unique_name=f"{name}:meta",
-            rank=0,
-            local_rank=0,
-            ranks=[0],
-            world_size=1,
-            rank_in_group=0,
-            device_index=0,
-            device=torch.device("cpu"),
-            device_group=FakeProcessGroup(),
-            cpu_group=FakeProcessGroup(),
-            use_device_communicator=False,
-            device_communicator=None,
-            mq_broadcaster=None,
-            use_custom_op_call=False,
-            use_cpu_custom_send_recv=False,
-        )
-        return made
-
-    for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_EP", "_EPLB", "_ETP"):
-        if hasattr(parallel_state, name):
-            setattr(parallel_state, name, group(name[1:].lower()))
-
-
-def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
-    """vLLM's engine configuration and the model of ``config_dir`` on the meta device."""
+    ``layers``: the first of each stack, None for all; ``reduced`` hears of what a forward sums over the ranks.
+    """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import registry
     from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from vtaps.runtime.compat.ranks import fake_groups, first_layers
 
     # vLLM looks at a model class in a process of its own, which imports everything once more. This one is that.
     registry._run_in_subprocess = lambda inspect: inspect()
@@ -80,8 +59,13 @@ def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
         enforce_eager=True,
         dtype=dtype,
     ).create_engine_config()
-    fake_groups()
+    if ranks > 1:
+        # Set here: a configuration that asks for more devices than there are is refused.
+        config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
+        config.model_config.verify_with_parallel_config(config.parallel_config)
+    fake_groups(ranks, reduced)
     with (
+        first_layers(layers),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         torch.device("meta"),
@@ -123,7 +107,11 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
     from vtaps.runtime.compat.forwards import read_forwards
 
     config, model = meta_model(config_dir, dtype)
-    calls, unvalued = record(model, config)
+    recorded = record(model, config)
+    calls, unvalued = recorded.calls, recorded.unvalued
+    unsharded = None
+    if unvalued is None:
+        calls, unsharded = labelled(config_dir, dtype, recorded)
     first: dict[int, str] = {}
     modules: dict[str, Module] = {}
     by_class: dict[type, str | None] = {}
@@ -164,7 +152,38 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
         digest="",
         unvalued=unvalued,
         forwards=forwards,
+        unsharded=unsharded,
     )
+
+
+def labelled(config_dir: Path, dtype: str, recorded: Recorded) -> tuple[dict[str, Call], str | None]:
+    """The calls with what a rank of several holds of each value, or as they are and why the model does not run so."""
+    from vtaps.runtime.compat.abstract_pass import record_ranks
+    from vtaps.runtime.compat.partial_sums import PartialSums
+
+    fault: Exception | None = None
+    for layers in dict.fromkeys((recorded.kinds.count, None)):  # a model may not run with some of its layers
+        sums = PartialSums()
+        try:
+            config, model = meta_model(config_dir, dtype, RANKS, layers, sums.reduced)
+            twins = record_ranks(model, config, sums, ops=recorded.ops)
+            break
+        except Exception as error:  # anything vLLM raises about a model becomes one line of the tree
+            fault = error
+    else:
+        assert fault is not None
+        return recorded.calls, reason(fault)[:200]
+    made: dict[str, Call] = {}
+    for path, call in recorded.calls.items():
+        twin = twins.get(recorded.kinds.of(path))
+        inputs = dict(twin.inputs) if twin else {}
+        made[path] = replace(
+            call,
+            inputs=tuple((name, value and label(value, inputs.get(name))) for name, value in call.inputs),
+            output=call.output and label(call.output, twin.output if twin else None),
+            ops={name: label(value, twin.ops.get(name) if twin else None) for name, value in call.ops.items()},
+        )
+    return made, None
 
 
 def reason(fault: BaseException) -> str:
@@ -177,7 +196,11 @@ def reason(fault: BaseException) -> str:
         except (IndexError, KeyError, TypeError):
             text = ""
     lines = [line.strip() for line in (text or str(fault)).splitlines() if line.strip()]
-    return f"{lines[0]}" if lines else type(fault).__name__
+    if lines:
+        return lines[0]
+    # A bare assertion says what it asserts.
+    frames = traceback.extract_tb(fault.__traceback__)
+    return f"{type(fault).__name__}: {frames[-1].line}" if frames else type(fault).__name__
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,6 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args(argv)
+    import_vllm_lean()
     try:
         write_tree(build(arguments.config_dir, arguments.dtype), arguments.out)
     except Exception as fault:  # anything vLLM raises about a model becomes one line for the caller

@@ -12,16 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.spec.trees import DATA, FAMILIES, tree
+from tests.spec.trees import DATA, FAMILIES, OTHERS, tree
 from vtaps.spec import snapshot
 from vtaps.spec.source import KINDS, Forward, Op
 from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "tree-v2.schema.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[2] / "schemas" / "tree-v3.schema.json").read_text())
 
 axes = st.one_of(st.integers(0, 2**31), st.sampled_from(["T", "2*T", "T+1", "?7"]))
+parts = st.lists(st.tuples(st.integers(0, 2), st.one_of(st.none(), axes)), max_size=2, unique_by=lambda part: part[0])
+
+
+def tensor(dtype: str, shape: list[int | str], parts: list[tuple[int, int | str | None]], mark: str) -> Value:
+    shards = tuple(sorted((axis, part) for axis, part in parts if axis < len(shape)))
+    return Value("tensor", dtype, tuple(shape), (), shards, mark)  # type: ignore[arg-type]
+
+
 tensors = st.builds(
-    Value, st.just("tensor"), st.sampled_from(["bfloat16", "float32", "int64"]), st.lists(axes, max_size=3).map(tuple)
+    tensor,
+    st.sampled_from(["bfloat16", "float32", "int64"]),
+    st.lists(axes, max_size=3),
+    parts,
+    st.sampled_from(["", "partial", "alone"]),
 )
 plain = st.one_of(tensors, st.just(Value("none")), st.just(Value("other")))
 values = st.recursive(
@@ -76,8 +88,8 @@ def trees(draw: st.DrawFn) -> ModelTree:
             ops=draw(st.sampled_from([(), (("q_0", Value("tensor", "float32", ("T", 4))), ("f_0", Value("none")))])),
         )
     size = Dimensions(8, 2, 2, 1, 4, draw(st.one_of(st.none(), st.just(16))), 32)
-    unvalued = draw(st.one_of(st.none(), st.text(max_size=10)))
-    return ModelTree("A", "a", "float32", "0.32.0", size, modules, "", unvalued, forwards)
+    unvalued, unsharded = (draw(st.one_of(st.none(), st.text(max_size=10))) for _ in range(2))
+    return ModelTree("A", "a", "float32", "0.32.0", size, modules, "", unvalued, forwards, unsharded)
 
 
 @given(trees())
@@ -98,13 +110,15 @@ def test_a_value_is_one_word_and_back(value: Value) -> None:
     assert snapshot.parse_value(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "(", "float32", "float32[T", "None,", "(None", "(None None)", "x]"])
+@pytest.mark.parametrize(
+    "text", ["", "(", "float32", "float32[T", "None,", "(None", "(None None)", "x]", "float32[T]:whole", "None:alone"]
+)
 def test_what_is_no_value_is_refused(text: str) -> None:
     with pytest.raises(snapshot.SnapshotError):
         snapshot.parse_value(text)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "smollm2"])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, "smollm2"])
 def test_the_committed_snapshots_are_what_is_written(family: str) -> None:
     file = DATA / "trees" / f"{family}.json"
     assert snapshot.dumps(tree(family)) == file.read_text(encoding="utf-8")
@@ -142,7 +156,7 @@ def test_the_digest_is_of_the_content_not_of_the_layout() -> None:
         snapshot.loads(changed)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"vtaps_tree": 1}', "[" * 100_000, '{"vtaps_tree": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"vtaps_tree": 2}', "[" * 100_000, '{"vtaps_tree": 3}'])
 def test_what_is_no_snapshot_is_refused(text: str) -> None:
     with pytest.raises(snapshot.SnapshotError):
         snapshot.loads(text)

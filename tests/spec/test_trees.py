@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spec.trees import DATA, FAMILIES, tree
+from tests.spec.trees import DATA, FAMILIES, OTHERS, tree
 from vtaps.runtime import trees
 from vtaps.spec import vllm_version
 from vtaps.spec.diagnostics import Diagnostic, Span
@@ -181,7 +181,7 @@ def test_a_tree_is_built_once_and_then_read(cache: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "llama"])
+@pytest.mark.parametrize("family", [f for f in (*FAMILIES, *OTHERS) if f != "llama"])
 def test_the_committed_snapshots_are_what_vllm_builds(family: str, cache: Path) -> None:
     found, problems = trees.tree_for(DATA / "configs" / family, "float32", SPAN)
     assert not problems

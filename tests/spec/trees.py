@@ -10,6 +10,8 @@ from vtaps.spec.tree import ModelTree
 
 DATA = Path(__file__).parent.parent / "data"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
+OTHERS = ("dbrx", "falcon", "opt", "qwen3moe")
+"""Without a table of aliases."""
 
 
 @lru_cache(maxsize=16)
