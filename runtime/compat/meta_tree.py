@@ -64,6 +64,10 @@ def fake_groups() -> None:
 def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
     """vLLM's engine configuration and the model of ``config_dir`` on the meta device."""
     import torch
+
+    from vtaps.runtime.compat.stand_ins import WithoutData, build_without_kernels, import_without_kernels
+
+    import_without_kernels()
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -81,10 +85,12 @@ def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
         dtype=dtype,
     ).create_engine_config()
     fake_groups()
+    build_without_kernels()
     with (
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         torch.device("meta"),
+        WithoutData(),
     ):
         model = initialize_model(config)
     # Some layers name the CPU for a buffer; the abstract pass wants one device.
@@ -105,7 +111,7 @@ def dimensions(config: Any) -> Dimensions:
     hidden = int(model.get_hidden_size())
     if intermediate is None and text.model_type == "gpt2":
         intermediate = 4 * hidden
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", 0))  # a state space model has none
     return Dimensions(
         hidden=hidden,
         layers=int(text.num_hidden_layers),
