@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,30 @@ def fake_groups() -> None:
             setattr(parallel_state, name, group(name[1:].lower()))
 
 
+def warm() -> None:
+    """Import what every build needs, for a process that forks one for each."""
+    from vtaps.runtime.compat.stand_ins import import_without_kernels
+
+    import_without_kernels()
+    import vllm.engine.arg_utils
+    import vllm.forward_context
+    import vllm.model_executor.model_loader.utils
+
+    import vtaps.runtime.compat.abstract_pass  # noqa: F401
+
+
+def _engine_config(arguments: Any, config_dir: Path, dtype: str) -> Any:
+    return arguments(
+        model=str(config_dir),
+        tokenizer=str(config_dir),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        enable_prefix_caching=False,  # its checks are about kernels
+        dtype=dtype,
+    ).create_engine_config()
+
+
 def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
     """vLLM's engine configuration and the model of ``config_dir`` on the meta device."""
     import torch
@@ -74,16 +99,25 @@ def meta_model(config_dir: Path, dtype: str) -> tuple[Any, Any]:
     from vllm.model_executor.models import registry
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    # vLLM looks at a model class in a process of its own, which imports everything once more. This one is that.
-    registry._run_in_subprocess = lambda inspect: inspect()
-    config = EngineArgs(
-        model=str(config_dir),
-        tokenizer=str(config_dir),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        dtype=dtype,
-    ).create_engine_config()
+    faults: list[Exception] = []
+
+    def inspected(inspect: Callable[[], Any]) -> Any:
+        """vLLM looks at a model class in a process of its own, which imports everything once more.  This one is that;
+        what is raised there goes to vLLM's log alone."""
+        try:
+            return inspect()
+        except Exception as fault:
+            faults.append(fault)
+            raise
+
+    registry._run_in_subprocess = inspected
+    try:
+        config = _engine_config(EngineArgs, config_dir, dtype)
+    except Exception:
+        if faults:
+            raise faults[-1] from None
+        raise
+
     fake_groups()
     build_without_kernels()
     with (

@@ -7,6 +7,7 @@ kernel for it, the layer is built all the same.  Nothing here changes which modu
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,10 +31,15 @@ def import_without_kernels() -> None:
         # vLLM's placeholder for triton decorates, but cannot launch: what is launched writes into tensors that are
         # there already.
         triton.jit = triton.autotune = triton.heuristics = _decorate
-        triton.set_allocator = lambda allocate: None
+        type(triton.language).__getattr__ = _nothing
+        triton.set_allocator = _idle
         triton.next_power_of_2 = lambda n: 1 << max(int(n) - 1, 0).bit_length()
     if not torch.cuda.is_available():
         torch.cuda.Event = torch.cuda.Stream = _Idle
+        torch.accelerator.empty_cache = _idle
+        torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=1)  # for a grid
+        # A kernel for one card that sums over the ranks, whose file cannot be imported elsewhere.
+        os.environ.setdefault("VLLM_KIMI_K3_GEMM_AR", "0")
     if find_spec("torchvision") is None:
         from transformers.utils import is_torchvision_available
 
@@ -41,12 +47,21 @@ def import_without_kernels() -> None:
         sys.meta_path.append(_Placeholders("torchvision"))
 
 
+def _idle(*args: Any, **kwargs: Any) -> None:
+    """In the place of what acts on tensors that are there already, or on the device alone."""
+
+
+def _nothing(_: Any, name: str) -> None:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+
 class _Kernel:
     """A kernel that can be called and launched, and does nothing."""
 
     def __init__(self, function: Any) -> None:
-        self.fn = function
         wraps(function)(self)
+        self.arg_names = list(inspect.signature(function).parameters)
 
     def __getitem__(self, grid: Any) -> Any:
         return self
@@ -68,7 +83,7 @@ class _Idle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        return _idle
 
 
 class _Placeholders(MetaPathFinder, Loader):
@@ -94,6 +109,11 @@ class _Placeholder(ModuleType):
         return _Names.named(name)
 
 
+def placeholders() -> tuple[str, ...]:
+    """The packages of which this process imported a placeholder."""
+    return tuple(sorted({n.partition(".")[0] for n, module in sys.modules.items() if isinstance(module, _Placeholder)}))
+
+
 class _Names(type):
     """Classes whose every attribute is one more."""
 
@@ -110,14 +130,25 @@ class _Names(type):
 def build_without_kernels() -> None:
     """Let every layer be built, whichever kernels the platform has; in a process that only builds trees."""
     from vllm.platforms import current_platform
+    from vllm.v1.worker.workspace import init_workspace_manager
 
+    init_workspace_manager(torch.device("meta"))
     if not current_platform.is_cpu():
         return
+    from vllm import _custom_ops
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    for name in ("moe_align_block_size", "moe_sum"):
+        if not hasattr(torch.ops._moe_C, name):
+            setattr(_custom_ops, name, _idle)  # they fill tensors that are there already
+    # The second model runner needs triton; a model that only it can serve is built all the same.
+    VllmConfig.use_v2_model_runner = property(lambda _: True)
     CPUUnquantizedExperts.is_supported_config = staticmethod(lambda *of: (True, None))
     FusedMoEConfig.__post_init__ = _past_the_gate(FusedMoEConfig.__post_init__)
+    if (qsa := sys.modules.get("vllm.models.qwen4_exp.nvidia.qsa")) is not None:
+        qsa.is_flash_attn_varlen_func_available = lambda: True
     kind = type(current_platform)
     kind.get_attn_backend_cls = classmethod(_any_attention(kind.get_attn_backend_cls.__func__))
 
@@ -151,6 +182,8 @@ def _any_attention(select: Any) -> Any:
         if not getattr(implementation, "takes_any", False):
             implementation.__init__ = _tolerant(implementation.__init__)
             implementation.takes_any = True
+        if attn_selector_config.use_sparse:
+            implementation.record_logical_topk_ready = _idle
         return path
 
     return selected
