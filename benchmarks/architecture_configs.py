@@ -67,19 +67,17 @@ MLA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """``model_type`` where transformers does not say it; ``unset`` are names of :data:`SMALL` that do not fit."""
+    """``model_type`` where transformers does not say it; ``fields`` come before those of :data:`SMALL`."""
 
     model_type: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
-    unset: tuple[str, ...] = ()
 
 
-def _entry(model_type: str | None = None, *, unset: tuple[str, ...] = (), **fields: Any) -> Entry:
-    return Entry(model_type, fields, unset)
+def _entry(model_type: str | None = None, **fields: Any) -> Entry:
+    return Entry(model_type, fields)
 
 
 _DENSE = ["full_attention"] * LAYERS
-_HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 _SPARSE: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 128, "index_topk": 16}
 _STEP: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64}
 _GLM: dict[str, Any] = {
@@ -112,20 +110,20 @@ _NO_FFN = {"attention": {"no_op": False, "n_heads_in_group": 4}, "ffn": {"no_op"
 TABLE: dict[str, Entry] = {
     "AfmoeForCausalLM": _entry(score_func="sigmoid", n_group=1, topk_group=1, route_norm=True, route_scale=1.0),
     "BailingMoeForCausalLM": _entry("bailing_moe", **MOE, use_bias=False, use_qkv_bias=False, embedding_dropout=0.0),
-    "BailingMoeV2ForCausalLM": _entry(
-        "bailing_moe", **MOE, use_bias=False, use_qkv_bias=False, embedding_dropout=0.0, use_qk_norm=True,
-        score_function="sigmoid", moe_router_enable_expert_bias=True, n_group=1, topk_group=1,
-    ),
     "BailingMoeV2_5ForCausalLM": _entry(
         "bailing_moe_linear", **MOE, **MLA, layer_group_size=4, score_function="sigmoid", n_group=1, topk_group=1,
         moe_router_enable_expert_bias=True, use_qk_norm=True, group_norm_size=1, use_bias=False, use_qkv_bias=False,
+    ),
+    "BailingMoeV2ForCausalLM": _entry(
+        "bailing_moe", **MOE, use_bias=False, use_qkv_bias=False, embedding_dropout=0.0, use_qk_norm=True,
+        use_rmsnorm=True, score_function="sigmoid", moe_router_enable_expert_bias=True, n_group=1, topk_group=1,
     ),
     "BailingMoeV3ForCausalLM": _entry(
         "bailing_moe_v3", **MOE, **MLA, layer_group_size=4, n_group=1, topk_group=1, use_bias=False,
         short_conv_kernel_size=4, moe_shared_expert_intermediate_size=64, no_kda_lora=True,
     ),
-    "ChatGLMModel": _entry("chatglm", **_GLM),
     "ChatGLMForConditionalGeneration": _entry("chatglm", **_GLM),
+    "ChatGLMModel": _entry("chatglm", **_GLM),
     "DbrxForCausalLM": _entry(
         attn_config={"model_type": "", "clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000.0},
         ffn_config={"model_type": "", "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
@@ -137,7 +135,7 @@ TABLE: dict[str, Entry] = {
     ),
     "DeepseekV32ForCausalLM": _entry(**_SPARSE),
     "DeepseekV4ForCausalLM": _entry(
-        **(OWN | {"head_dim": 512}), **_SPARSE, compress_ratios=[1, 4, 4, 128], hc_eps=1e-6, hc_mult=4,
+        **OWN | {"head_dim": 512}, **_SPARSE, compress_ratios=[1, 4, 4, 128], hc_eps=1e-6, hc_mult=4,
         hc_sinkhorn_iters=2, n_routed_experts=8, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=2,
         moe_intermediate_size=64, num_hash_layers=1, o_groups=2, o_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=64,
         sliding_window=64, swiglu_limit=10.0, routed_scaling_factor=1.0, scoring_func="sqrtsoftplus",
@@ -145,39 +143,61 @@ TABLE: dict[str, Entry] = {
     ),
     "ExaoneForCausalLM": _entry("exaone", activation_function="silu", layer_norm_epsilon=1e-5, num_layers=LAYERS),
     "ExaoneMoEForCausalLM": _entry("exaone_moe"),
-    "FalconMambaForCausalLM": _entry(),
-    "Gemma3nForCausalLM": _entry(num_kv_shared_layers=2, hidden_size_per_layer_input=16, vocab_size_per_layer_input=320),
+    "Gemma3nForCausalLM": _entry(
+        num_kv_shared_layers=2, hidden_size_per_layer_input=16, vocab_size_per_layer_input=320,
+    ),
     "Glm4MoeForCausalLM": _entry(head_dim=32),
     "Glm4MoeLiteForCausalLM": _entry(first_k_dense_replace=1),
+    "Glm5NextForCausalLM": _entry(
+        "glm5_next_text", **_SPARSE, mhc=True, mla_use_nope=True, indexer_rope_interleave=False,
+        scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=4, qk_rope_head_dim=0, head_dim=0,
+        linear_head_dim=32, linear_num_heads=4,
+    ),
     "GlmMoeDsaForCausalLM": _entry(**_SPARSE),
     "GPT2LMHeadModel": _entry("gpt2"),
     "GPTJForCausalLM": _entry(rotary_dim=16),
-    "Glm5NextForCausalLM": _entry(
-        "glm5_next_text", **_SPARSE, mhc=True, mla_use_nope=True, indexer_rope_interleave=False, scoring_func="sigmoid", topk_method="noaux_tc", num_key_value_heads=4, qk_rope_head_dim=0, head_dim=0, linear_head_dim=32,
-        linear_num_heads=4,
-    ),
-    "HYV3ForCausalLM": _entry(first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True),
+    "GraniteMoeHybridForCausalLM": _entry(layer_types=["mamba", "mamba", "attention", "mamba"]),
     "HCXVisionV2ForCausalLM": _entry(
         "hyperclovax_vision_v2", text_config={"model_type": "hyperclovax", **OWN},
         vision_config={"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128},
     ),
+    "HYV3ForCausalLM": _entry(first_k_dense_replace=1, expert_hidden_dim=64, route_norm=True),
+    "InklingForCausalLM": _entry("inkling_model", **_INKLING),
+    "InklingForConditionalGeneration": _entry(text_config={**_INKLING_SIZES, **_INKLING}),
     "InternLM2ForCausalLM": _entry("internlm2", bias=False),
     "InternLM3ForCausalLM": _entry("internlm3", bias=False, qkv_bias=False),
     "IQuestCoderForCausalLM": _entry("iquestcoder"),
-    "IQuestLoopCoderForCausalLM": _entry("iquestloopcoder", loop_num=2, loop_window_size=64, max_window_layers=LAYERS),
-    "InklingForCausalLM": _entry("inkling_model", **_INKLING),
-    "InklingForConditionalGeneration": _entry(text_config={**_INKLING_SIZES, **_INKLING}),
+    "IQuestLoopCoderForCausalLM": _entry(
+        "iquestloopcoder", loop_num=2, loop_window_size=64, max_window_layers=LAYERS,
+    ),
+    "JambaForCausalLM": _entry(
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+    ),
     "K2HorizonForCausalLM": _entry(
         "k2_horizon", **MOE, attention_bias=False, attention_gate_func="softplus", decoder_sparse_step=1,
         layernorm_num_groups=4, mlp_only_layers=[0], moe_gate_bias=True, mova_num_experts=4,
         mova_num_experts_per_tok=2, query_key_norm=True, rope_head_dim=32, router_scaling_factor=1.0,
         router_score_func="sigmoid",
     ),
-    "LLaMAForCausalLM": _entry("llama"),
+    "KimiLinearForCausalLM": _entry(
+        num_experts_per_token=2, num_shared_experts=1, first_k_dense_replace=1, q_lora_rank=None, mla_use_nope=True,
+        linear_attn_config={
+            "kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 32, "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    ),
+    "Lfm2ForCausalLM": _entry(block_dim=128, conv_dim=128, layer_types=["conv", "conv", "full_attention", "conv"]),
+    "Lfm2MoeForCausalLM": _entry(layer_types=["conv", "conv", "full_attention", "conv"]),
     "Llama4ForCausalLM": _entry("llama4_text"),
+    "LLaMAForCausalLM": _entry("llama"),
     "LongcatFlashForCausalLM": _entry(**_LONGCAT),
-    "LongcatFlashNgramForCausalLM": _entry("longcat_flash", **_LONGCAT, ngram_vocab_size_ratio=2, emb_split_num=2, emb_neighbor_num=2),
+    "LongcatFlashNgramForCausalLM": _entry(
+        "longcat_flash", **_LONGCAT, ngram_vocab_size_ratio=2, emb_split_num=2, emb_neighbor_num=2,
+    ),
     "Mamba2ForCausalLM": _entry(num_heads=8, n_groups=1, state_size=16),
+    "MiMoForCausalLM": _entry("mimo", attention_bias=True, num_nextn_predict_layers=1),
+    "MiMoV2FlashForCausalLM": _entry(**_MIMO),
+    "MiMoV2ForCausalLM": _entry("mimo_v2_flash", **_MIMO),
     "MiniCPMForCausalLM": _entry("minicpm", dim_model_base=64, scale_depth=1.4, scale_emb=12.0),
     "MiniMaxM2ForCausalLM": _entry(rotary_dim=16, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
     "MiniMaxM3SparseForCausalLM": _entry(
@@ -188,12 +208,13 @@ TABLE: dict[str, Entry] = {
         dense_intermediate_size=256, shared_intermediate_size=64,
     ),
     "MistralLarge3ForCausalLM": _entry("deepseek_v3"),
-    "MiMoForCausalLM": _entry("mimo", attention_bias=True, num_nextn_predict_layers=1),
     "MuseGlimmerForCausalLM": _entry("muse_glimmer_text"),
     "NemotronHPuzzleForCausalLM": _entry("nemotron_h"),
     "OrionForCausalLM": _entry("orion"),
     "PanguEmbeddedForCausalLM": _entry("PanguEmbedded", bias=True),
-    "PanguProMoEV2ForCausalLM": _entry("PanguProMoE", **_PANGU, param_sink_number=8, v_channels=32, qk_nope_dim=32, qk_rope_dim=16),
+    "PanguProMoEV2ForCausalLM": _entry(
+        "PanguProMoE", **_PANGU, param_sink_number=8, v_channels=32, qk_nope_dim=32, qk_rope_dim=16,
+    ),
     "PanguUltraMoEForCausalLM": _entry("pangu_ultra_moe", **_PANGU, **MLA, sandwich_norm=True),
     "Param2MoEForCausalLM": _entry(
         "param2moe", **MOE, rope_scaling=None, score_function="sigmoid", n_group=1, topk_group=1, use_qk_norm=True,
@@ -203,47 +224,39 @@ TABLE: dict[str, Entry] = {
         "plamo3", layer_types=["sliding_attention"] * 3 + ["full_attention"], rope_local_theta=10000,
         interleaved_sliding_window=[64, 64, 64, None],
     ),
+    "Qwen3_5ForCausalLM": _entry("qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": _entry("qwen3_5_moe_text"),
+    "Qwen4ExpForCausalLM": _entry(
+        "qwen4_exp_text", output_gate_type="sigmoid", linear_key_head_dim=32, linear_value_head_dim=32,
+        linear_num_key_heads=4, linear_num_value_heads=4, hc_lowrank=16, indexer_n_heads=2, indexer_kv_heads=1,
+        indexer_head_dim=64, indexer_budget=16, indexer_compress_ratio=4, ngram_vocab_size_base=512,
+        split_ngram_parts=8,
+    ),
     "Rnj1ForCausalLM": _entry(
         "rnj1", attention_bias=False, final_logit_softcapping=None, hidden_activation="gelu_pytorch_tanh",
         layer_types=_DENSE, query_pre_attn_scalar=32, sliding_window=None,
     ),
-    "SarvamMoEForCausalLM": _entry("sarvam_moe", **MOE, n_group=1, topk_group=1, use_qk_norm=True, embedding_dropout=0.0, use_bias=False, use_qkv_bias=False),
-    "SarvamMLAForCausalLM": _entry("sarvam_mla", **MOE, **(MLA | {"q_lora_rank": None}), n_group=1, topk_group=1),
-    "Step1ForCausalLM": _entry("step1"),
-    "Step3TextForCausalLM": _entry(
-        "step3_text", **_STEP, share_q_dim=64, norm_expert_weight=False, moe_layers_enum="1,2,3",
+    "SarvamMLAForCausalLM": _entry("sarvam_mla", **MOE, **MLA | {"q_lora_rank": None}, n_group=1, topk_group=1),
+    "SarvamMoEForCausalLM": _entry(
+        "sarvam_moe", **MOE, n_group=1, topk_group=1, use_qk_norm=True, use_rmsnorm=True, embedding_dropout=0.0,
+        use_bias=False, use_qkv_bias=False,
     ),
+    "SolarForCausalLM": _entry("solar", bskcn_1=[1], bskcn_2=[1], bskcn_3=[2], bskcn_4=[3], bskcn_tv=[0.9, 0.8]),
+    "Step1ForCausalLM": _entry("step1"),
     "Step3p5ForCausalLM": _entry(
         "step3p5", **_STEP, moe_layers_enum="1,2,3", num_attention_groups=2, att_impl_type="GQA",
         attention_other_setting=None, layer_types=_DENSE, need_fp32_gate=True, norm_expert_weight=True,
         use_moe_router_bias=True, moe_router_scaling_factor=1.0,
     ),
-    "SolarForCausalLM": _entry(
-        "solar", bskcn_1=[1], bskcn_2=[1], bskcn_3=[2], bskcn_4=[3], bskcn_tv=[0.9, 0.8],
+    "Step3TextForCausalLM": _entry(
+        "step3_text", **_STEP, share_q_dim=64, norm_expert_weight=False, moe_layers_enum="1,2,3",
     ),
-    "TeleChat2ForCausalLM": _entry("telechat", n_head=4, bias=False, n_layer=LAYERS, ffn_hidden_size=256, layer_norm_epsilon=1e-5),
+    "TeleChat2ForCausalLM": _entry(
+        "telechat", n_head=4, bias=False, n_layer=LAYERS, ffn_hidden_size=256, layer_norm_epsilon=1e-5,
+    ),
     "TeleChat3ForCausalLM": _entry("telechat3"),
     "TeleFLMForCausalLM": _entry("teleflm", use_mup=True, mup_scale_factor=1.0, output_mult=1.0, input_mult=1.0),
     "Zamba2ForCausalLM": _entry(layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"]),
-    "Lfm2ForCausalLM": _entry(block_dim=128, conv_dim=128, layer_types=["conv", "conv", "full_attention", "conv"]),
-    "JambaForCausalLM": _entry(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
-    "GraniteMoeHybridForCausalLM": _entry(layer_types=["mamba", "mamba", "attention", "mamba"]),
-    "Lfm2MoeForCausalLM": _entry(layer_types=["conv", "conv", "full_attention", "conv"]),
-    "MiMoV2FlashForCausalLM": _entry(**_MIMO),
-    "MiMoV2ForCausalLM": _entry("mimo_v2_flash", **_MIMO),
-    "KimiLinearForCausalLM": _entry(
-        num_experts_per_token=2, num_shared_experts=1, first_k_dense_replace=1, q_lora_rank=None, mla_use_nope=True,
-        linear_attn_config={
-            "kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 4,
-        },
-    ),
-    "Qwen4ExpForCausalLM": _entry(
-        "qwen4_exp_text", output_gate_type="sigmoid", linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=4,
-        linear_num_value_heads=4, hc_lowrank=16, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=64,
-        indexer_budget=16, indexer_compress_ratio=4, ngram_vocab_size_base=512, split_ngram_parts=8,
-    ),
-    "Qwen3_5ForCausalLM": _entry("qwen3_5_text"),
-    "Qwen3_5MoeForCausalLM": _entry("qwen3_5_moe_text"),
 }  # fmt: skip
 
 
@@ -251,5 +264,4 @@ def config_of(architecture: str, model_type: str, known: Collection[str] | None)
     """``config.json`` of an architecture; ``known`` are the fields of its configuration's class, None without one."""
     entry = TABLE.get(architecture, Entry())
     sizes = OWN if known is None else {name: value for name, value in SMALL.items() if name in known}
-    sizes = {name: value for name, value in sizes.items() if name not in entry.unset}
     return {"architectures": [architecture], "model_type": model_type, **sizes, **entry.fields}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.architecture_configs import LAYERS
+from benchmarks.architecture_streams import UNKNOWN
 
 if TYPE_CHECKING:
     from benchmarks.architectures import Row
@@ -15,9 +16,9 @@ VLLM = "0.32.0"
 
 HEAD = f"""# Every architecture
 
-The tree of each text-generation architecture in vLLM {VLLM}'s registry, built on a CPU by vLLM's own class from a small
-configuration ({LAYERS} layers), without weights. Written by `python -m benchmarks.architectures --out docs/architectures.md`;
-`--check` in the place of `--out` builds all of them again and compares.
+The tree of each text-generation architecture in vLLM {VLLM}'s registry, built on a CPU by vLLM's own class from a
+small configuration ({LAYERS} layers), without weights. `python -m benchmarks.architectures --out docs/architectures.md`
+writes this page; with `--check` in the place of `--out` everything is built again and compared.
 """
 
 COLUMNS = """
@@ -27,8 +28,8 @@ COLUMNS = """
 | forwards | distinct functions that modules run, or that those call, with a list of their ops |
 | without | functions without a list; the reasons are below |
 | shapes | whether the abstract pass ran: what every called module takes and gives, and what the ops compute |
-| stream | how a decoder layer hands the residual stream on: `pair` (hidden + residual), `full hidden` (a tuple whose first \
-element is the stream), `tensor`, `several streams` (hyper-connections and the like), `unknown` |
+| stream | how a decoder layer hands the residual stream on: `pair` (hidden + residual), `full hidden` (a tuple whose \
+first element is the stream), `tensor`, `several streams` (hyper-connections and the like), `unknown` |
 | aliases | `resid_post`, `q`, … have a table ([locations](locations.md)); without one a place is spelled by its path |
 """
 
@@ -48,6 +49,12 @@ def line(row: Row) -> str:
 def page(rows: Sequence[Row]) -> str:
     parts = [HEAD, *_totals(rows), COLUMNS, *_table(rows), *_misses(rows)]
     return "\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def differing(rows: Iterable[Row], text: str) -> list[str]:
+    """The lines of the table that are due for ``rows`` and are not in a page."""
+    there = set(text.splitlines())
+    return [made for row in rows if (made := _row(row)) not in there]
 
 
 def _share(part: int, whole: int) -> str:
@@ -78,17 +85,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield "| architecture | vLLM's class | modules | forwards | without | shapes | stream | aliases |"
     yield "|---|---|---:|---:|---:|---|---|---|"
-    for row in rows:
-        model = row.model.removeprefix("vllm.model_executor.models.").removeprefix("vllm.models.")
-        name = row.architecture + "¹" * bool(row.own_configuration) + "²" * bool(row.lacking)
-        if row.unbuilt is not None:
-            yield f"| {name} | {model} | no tree | | | | | {_yes(row.aliases)} |"
-            continue
-        shapes = _yes(row.unvalued is None) + " (modules)" * (row.unvalued is None and not row.op_shapes)
-        yield (
-            f"| {name} | {model} | {row.modules} ({row.called}) | {row.with_ops} | {len(row.without) or ''} | "
-            f"{shapes} | {row.stream} | {_yes(row.aliases)} |"
-        )
+    yield from map(_row, rows)
     yield ""
     yield "¹ Its class of configuration comes with the checkpoint: the fields that vLLM reads are stated here."
     if any(row.lacking for row in rows):
@@ -100,6 +97,18 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
+def _row(row: Row) -> str:
+    model = row.model.removeprefix("vllm.model_executor.models.").removeprefix("vllm.models.")
+    name = row.architecture + "¹" * row.own_configuration + "²" * bool(row.lacking)
+    if row.unbuilt is not None:
+        return f"| {name} | {model} | no tree | | | | | {_yes(row.aliases)} |"
+    shapes = _yes(row.unvalued is None) + " (modules)" * (row.unvalued is None and not row.op_shapes)
+    return (
+        f"| {name} | {model} | {row.modules} ({row.called}) | {row.with_ops} | {len(row.without) or ''} | "
+        f"{shapes} | {row.stream} | {_yes(row.aliases)} |"
+    )
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -107,6 +116,8 @@ def _yes(value: bool) -> str:
 def _misses(rows: Sequence[Row]) -> Iterator[str]:
     yield from _reasons("Without a tree", ((row.architecture, row.unbuilt) for row in rows))
     yield from _reasons("Without shapes", ((row.architecture, row.unvalued) for row in rows))
+    unknown = [(row.architecture, row.puts_out or None) for row in rows if row.stream == UNKNOWN]
+    yield from _reasons("Streams that are not known", unknown, "a decoder layer puts out")
     forwards: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
         for where, why in row.without:
@@ -120,10 +131,10 @@ def _misses(rows: Sequence[Row]) -> Iterator[str]:
             yield f"| `{where}` | {short} | {why} |"
 
 
-def _reasons(title: str, found: Iterable[tuple[str, str | None]]) -> Iterator[str]:
+def _reasons(title: str, found: Iterable[tuple[str, str | None]], column: str = "reason") -> Iterator[str]:
     rows = [(name, why) for name, why in found if why is not None]
     if rows:
         yield f"\n## {title}\n"
-        yield "| architecture | reason |"
+        yield f"| architecture | {column} |"
         yield "|---|---|"
         yield from (f"| {name} | {why} |" for name, why in rows)

@@ -34,7 +34,9 @@ def layers(tree: ModelTree) -> list[Module]:
 
 def convention(tree: ModelTree) -> str:
     """One of the conventions above; ``unknown`` too where the tree has no values."""
-    found = {_of(tree, module) for module in layers(tree)[-2:]}  # the last two: a hybrid's kinds of layers alternate
+    found = {_of(tree, module) for module in layers(tree)}
+    if STREAMS in found:
+        return STREAMS  # the last layer may put them together
     return found.pop() if len(found) == 1 else UNKNOWN
 
 
@@ -43,7 +45,7 @@ def _of(tree: ModelTree, module: Module) -> str:
     first = _first(output)
     if output is None or first is None:
         return UNKNOWN
-    if _several(tree, first):
+    if any(_several(tree, value) for value in (output.items or (output,))):
         return STREAMS
     if output.kind == "tensor":
         return TENSOR
@@ -55,7 +57,8 @@ def _of(tree: ModelTree, module: Module) -> str:
     last = layers(tree)[-1]
     if _added_by_hand(tree, last):
         return PAIR
-    after = [m for m in tree.modules.values() if m.enter is not None and last.leave is not None and m.enter > last.leave]
+    end = last.leave or 0
+    after = [m for m in tree.modules.values() if m.enter is not None and m.enter > end]
     norm = min(after, key=lambda m: m.enter or 0, default=None)
     if norm is None:
         return UNKNOWN
@@ -82,4 +85,7 @@ def _rows(tree: ModelTree, value: Value | None) -> bool:
 
 
 def _several(tree: ModelTree, value: Value) -> bool:
+    """``[rows, streams, hidden]``, those axes in any order, or one axis of ``streams * hidden``."""
+    if not _rows(tree, value):
+        return False
     return len(value.shape) > 2 or value.shape[-1] != tree.dimensions.hidden

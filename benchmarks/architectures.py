@@ -1,10 +1,11 @@
 """The tree of every text-generation architecture that vLLM registers, built from a small configuration.
 
-usage: python -m benchmarks.architectures [NAME …] [--out PAGE.md | --check PAGE.md] [--timeout SECONDS]
+usage: python -m benchmarks.architectures [NAME …] [--check PAGE.md] [--timeout SECONDS]
+       python -m benchmarks.architectures --out PAGE.md
 
 Each architecture is built in a fork of one process that has imported vLLM: what one build leaves behind cannot reach
-the next, and no build waits for the imports.  Without names and with ``--out`` the page docs/architectures.md is
-written; ``--check`` builds everything again and fails where the page says something else.
+the next, and no build waits for the imports.  ``--out`` writes docs/architectures.md; ``--check`` fails where the page
+says something else, of the architectures that are named or of all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.architecture_configs import TABLE, Entry, config_of
-from benchmarks.architecture_streams import convention
+from benchmarks.architecture_streams import convention, layers
 
 TIMEOUT_S = 120
 """Seconds after which the build of one architecture is given up."""
@@ -31,7 +32,8 @@ TIMEOUT_S = 120
 @dataclass(frozen=True)
 class Row:
     """What came of one architecture.  ``without`` are its forwards that have no ops, with the reason; ``unbuilt`` says
-    why there is no tree, ``unvalued`` why its modules have no shapes; ``lacking`` names what vLLM requires and this
+    why there is no tree, ``unvalued`` why its modules have no shapes; ``puts_out`` is what a decoder layer puts out;
+    ``lacking`` names what vLLM requires and this
     machine does not have, so that a placeholder was imported."""
 
     architecture: str
@@ -41,6 +43,7 @@ class Row:
     with_ops: int = 0
     without: tuple[tuple[str, str], ...] = ()
     stream: str = ""
+    puts_out: str = ""
     aliases: bool = False
     op_shapes: bool = False
     own_configuration: bool = False
@@ -67,6 +70,7 @@ def build(architecture: str, model: str, folder: Path) -> Row:
     """The row of one architecture, in a process that ends with it."""
     from vtaps.runtime.compat import meta_tree, registry, stand_ins
     from vtaps.spec.alias_tables import TABLES
+    from vtaps.spec.snapshot import value_text
 
     entry = TABLE.get(architecture, Entry())
     model_type = entry.model_type or registry.model_type(architecture)
@@ -87,6 +91,7 @@ def build(architecture: str, model: str, folder: Path) -> Row:
         with_ops=sum(bool(forward.ops) for forward in forwards),
         without=tuple(sorted((f.where, f.reason or "it computes nothing") for f in forwards if not f.ops)),
         stream=convention(tree),
+        puts_out=value_text(found[-1].output) or "" if (found := layers(tree)) else "",
         aliases=architecture in TABLES,
         op_shapes=any(module.ops for module in tree.modules.values()),
         own_configuration=known is None,
@@ -170,7 +175,7 @@ def rows(names: Sequence[str], seconds: int, tell: Callable[[Row], None]) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from benchmarks.architecture_page import line, page
+    from benchmarks.architecture_page import differing, line, page
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures")
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures (default: all that vLLM registers)")
@@ -178,18 +183,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", type=Path, help="PAGE.md to compare with")
     parser.add_argument("--timeout", type=int, default=TIMEOUT_S, help=f"seconds each (default: {TIMEOUT_S})")
     args = parser.parse_args(argv)
-    if (args.out or args.check) and args.names:
+    if args.out and args.names:
         parser.error("the page is of all architectures")
     try:
         made = rows(args.names, args.timeout, lambda row: print(line(row), flush=True))
     except LookupError as fault:
         parser.error(str(fault))
-    text = page(made)
     if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    if args.check and args.check.read_text(encoding="utf-8") != text:
-        print(f"{args.check} says something else: python -m benchmarks.architectures --out {args.check}")
-        return 1
+        args.out.write_text(page(made), encoding="utf-8")
+    if args.check:
+        text = args.check.read_text(encoding="utf-8")
+        other = differing(made, text) if args.names else sorted({*page(made).splitlines()} ^ {*text.splitlines()})
+        if other:
+            print("\n".join([f"{args.check} says something else:", *other]), file=sys.stderr)
+            return 1
     return 0
 
 

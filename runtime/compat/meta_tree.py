@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def warm() -> None:
     from vtaps.runtime.compat.stand_ins import import_without_kernels
 
     import_without_kernels()
-    import vllm.engine.arg_utils
-    import vllm.forward_context
-    import vllm.model_executor.model_loader.utils
-
-    import vtaps.runtime.compat.abstract_pass  # noqa: F401
+    for name in (
+        "vllm.engine.arg_utils",
+        "vllm.forward_context",
+        "vllm.model_executor.model_loader.utils",
+        "vtaps.runtime.compat.abstract_pass",
+    ):
+        import_module(name)
 
 
 def _engine_config(arguments: Any, config_dir: Path, dtype: str) -> Any:

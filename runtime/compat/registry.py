@@ -66,4 +66,5 @@ def register_configuration(model_type: str, nested: Sequence[str] = ()) -> None:
     def initialise(self: Any, **fields: Any) -> None:
         PretrainedConfig.__init__(self, **{n: _records(v) if n in nested else v for n, v in fields.items()})
 
-    AutoConfig.register(model_type, type("Own", (PretrainedConfig,), {"model_type": model_type, "__init__": initialise}))
+    made = type("Own", (PretrainedConfig,), {"model_type": model_type, "__init__": initialise})
+    AutoConfig.register(model_type, made)

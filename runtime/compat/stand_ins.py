@@ -148,7 +148,7 @@ def build_without_kernels() -> None:
     CPUUnquantizedExperts.is_supported_config = staticmethod(lambda *of: (True, None))
     FusedMoEConfig.__post_init__ = _past_the_gate(FusedMoEConfig.__post_init__)
     if (qsa := sys.modules.get("vllm.models.qwen4_exp.nvidia.qsa")) is not None:
-        qsa.is_flash_attn_varlen_func_available = lambda: True
+        vars(qsa)["is_flash_attn_varlen_func_available"] = lambda: True
     kind = type(current_platform)
     kind.get_attn_backend_cls = classmethod(_any_attention(kind.get_attn_backend_cls.__func__))
 
