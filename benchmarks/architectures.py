@@ -69,7 +69,7 @@ def warm() -> dict[str, str]:
 def build(architecture: str, model: str, folder: Path) -> Row:
     """The row of one architecture, in a process that ends with it."""
     from vtaps.runtime.compat import meta_tree, registry, stand_ins
-    from vtaps.spec.alias_tables import TABLES
+    from vtaps.spec.aliases import table_of
     from vtaps.spec.snapshot import value_text
 
     entry = TABLE.get(architecture, Entry())
@@ -92,7 +92,7 @@ def build(architecture: str, model: str, folder: Path) -> Row:
         without=tuple(sorted((f.where, f.reason or "it computes nothing") for f in forwards if not f.ops)),
         stream=convention(tree),
         puts_out=value_text(found[-1].output) or "" if (found := layers(tree)) else "",
-        aliases=architecture in TABLES,
+        aliases=table_of(tree) is not None,
         op_shapes=any(module.ops for module in tree.modules.values()),
         own_configuration=known is None,
         lacking=stand_ins.placeholders(),
