@@ -146,7 +146,7 @@ _BY_THE_SAME_FORWARDS: dict[str, Table] = {
     "TeleChat2ForCausalLM": _LLAMA,
 }
 
-TABLES: dict[str, Table] = _BY_THE_SAME_FORWARDS | {
+TABLES: dict[str, Table] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
@@ -154,6 +154,7 @@ TABLES: dict[str, Table] = _BY_THE_SAME_FORWARDS | {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "GPT2LMHeadModel": _GPT2,
+    **_BY_THE_SAME_FORWARDS,
 }
 
 ALIASES = (
