@@ -20,9 +20,9 @@ The tree of each text-generation architecture in vLLM {VLLM}'s registry, built o
 small configuration ({LAYERS} layers), without weights. `python -m benchmarks.architectures --out docs/architectures.md`
 writes this page; with `--check` in the place of `--out` everything is built again and compared.
 
-A tree says what a model is, not what this machine can serve: where the CPU has no kernel for a layer the layer is built all
-the same, and in the forward a shape stands for what a kernel would compute. For a few architectures vLLM has a class for each
-platform: on a GPU their trees are those of other classes.
+A tree says what a model is, not what this machine can serve: where the CPU has no kernel for a layer the layer is
+built all the same, and in the forward a shape stands for what a kernel would compute. For a few architectures vLLM
+has a class for each platform: on a GPU their trees are those of other classes.
 """
 
 COLUMNS = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.architecture_configs import LAYERS, SMALL, config_of
-from benchmarks.architecture_page import differing, page
+from benchmarks.architecture_page import HEAD, differing, page
 from benchmarks.architecture_streams import FULL, PAIR, STREAMS, TENSOR, UNKNOWN, convention
 from benchmarks.architectures import Row, in_fork
 from vtaps.spec.snapshot import parse_value, read_tree
@@ -39,11 +39,13 @@ def test_the_page_says_what_a_build_says() -> None:
 
 
 def test_the_page_is_of_every_architecture_and_holds_what_was_promised() -> None:
-    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if "ForCausalLM" in line]
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if "ForCausalLM" in line]
     table = [row for row in rows if len(row) == 8]
     trees = [row for row in table if "no tree" not in row[2]]
     shapes = [row for row in trees if row[5].startswith("yes")]
     with_ops, without = (sum(int(row[column] or 0) for row in trees) for column in (3, 4))
+    assert text.startswith(HEAD)
     assert len(table) >= 110
     assert len(trees) >= 0.95 * len(table)
     assert len(shapes) >= 0.80 * len(table)
