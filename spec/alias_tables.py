@@ -2,7 +2,7 @@
 
 A location in a table is written as in a spec, ``{i}`` for the layer; ``.output`` is the tensor, or the first
 tensor of a tuple. ``same`` lists other spellings of the very same tensor, which resolve to the alias.
-Each row is proved against the Hugging Face forward.
+Each row is proved against the Hugging Face forward, or its modules run the forwards of one that is.
 """
 
 from __future__ import annotations
@@ -95,14 +95,22 @@ _LLAMA = Table(
     },
 )
 
-# Gemma norms each sub-block's output once more before adding it to the stream, and scales the embedding.
-_GEMMA = replace(
+# The first Gemma scales the embedding before the first layer.
+_SCALED = replace(
     _LLAMA,
     embed_is_stream=False,
     rules=_LLAMA.rules
     | {
         "embed": Rule("model.embed_tokens.output"),
         "resid_pre": Rule("model.layers.0.input.hidden_states", same=("model.layers.0.input_layernorm.input.x",)),
+    },
+)
+
+# Later ones norm each sub-block's output once more before adding it to the stream.
+_GEMMA = replace(
+    _SCALED,
+    rules=_SCALED.rules
+    | {
         "resid_mid": Rule(f"{_L}.pre_feedforward_layernorm.input.x", residual="residual"),
         "ln2": Rule(
             f"{_L}.pre_feedforward_layernorm.output",
@@ -156,6 +164,16 @@ _GPT2 = Table(
     },
 )
 
+# Not proved against Hugging Face, but run by the very forwards of a row that is: Ernie, Phi-3 and TeleChat2 by Llama's,
+# the first Gemma by Llama's layers below a scaled embedding, RNJ-1 by copies of Gemma's.
+_BY_THE_SAME_FORWARDS: dict[str, Table] = {
+    "Ernie4_5ForCausalLM": _LLAMA,
+    "GemmaForCausalLM": _SCALED,
+    "Phi3ForCausalLM": _LLAMA,
+    "Rnj1ForCausalLM": _GEMMA,
+    "TeleChat2ForCausalLM": _LLAMA,
+}
+
 TABLES: dict[str, Table] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -164,6 +182,7 @@ TABLES: dict[str, Table] = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "GPT2LMHeadModel": _GPT2,
+    **_BY_THE_SAME_FORWARDS,
 }
 
 ALIASES = (

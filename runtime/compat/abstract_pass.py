@@ -18,6 +18,7 @@ from vtaps.runtime.compat.forwards import tap_ops
 from vtaps.runtime.compat.layer_kinds import LayerKinds, layer_kinds
 from vtaps.runtime.compat.partial_sums import PartialSums, begin_in
 from vtaps.runtime.compat.ranks import not_built, shortened
+from vtaps.runtime.compat.stand_ins import autocast_off
 from vtaps.spec.tree import ROWS, Value
 
 ROW_COUNTS = (7, 13)
@@ -234,12 +235,14 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool, sums: PartialSums | 
             set_current_vllm_config(config),
             set_forward_context(None, config, num_tokens=rows),
             torch.inference_mode(),
+            autocast_off(),
             FakeTensorMode(allow_non_fake_inputs=True),
             sums or nullcontext(),
         ):
             ids = torch.zeros(rows, dtype=torch.long, device="meta")
             positions = torch.zeros(rows, dtype=torch.long, device="meta")
-            model(ids, positions)
+            # As the model runner calls: some architectures have no defaults for the last two.
+            model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
     finally:
         restore()
         for handle in handles:
@@ -278,6 +281,8 @@ def stub_weights(model: Any, dtype: Any) -> None:
             module.quant_method = _like(method, apply=_linear)
         elif method is not None and hasattr(module, "num_embeddings_per_partition"):
             module.quant_method = _like(method, apply=_unembed, embedding=_embedding(dtype))
+        if hasattr(module, "_maybe_add_zero_expert_output"):
+            module._maybe_add_zero_expert_output = lambda result: result  # its router, which is stubbed, computes it
         if hasattr(module, "_forward_entry"):
             from vllm.model_executor.layers.fused_moe.runner import moe_runner
 

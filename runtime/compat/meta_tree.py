@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,32 @@ if TYPE_CHECKING:
     from vtaps.runtime.compat.abstract_pass import Call, Recorded
 
 
+def warm() -> None:
+    """Import what every build needs, for a process that forks one for each."""
+    from vtaps.runtime.compat.stand_ins import import_without_kernels
+
+    import_without_kernels()
+    for name in (
+        "vllm.engine.arg_utils",
+        "vllm.forward_context",
+        "vllm.model_executor.model_loader.utils",
+        "vtaps.runtime.compat.abstract_pass",
+    ):
+        import_module(name)
+
+
+def _engine_config(arguments: Any, config_dir: Path, dtype: str) -> Any:
+    return arguments(
+        model=str(config_dir),
+        tokenizer=str(config_dir),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        enable_prefix_caching=False,  # its checks are about kernels
+        dtype=dtype,
+    ).create_engine_config()
+
+
 def meta_model(
     config_dir: Path,
     dtype: str,
@@ -41,6 +68,15 @@ def meta_model(
     ``layers``: the first of each stack, None for all; ``reduced`` hears of what a forward sums over the ranks.
     """
     import torch
+
+    from vtaps.runtime.compat.stand_ins import (
+        WithoutData,
+        build_without_kernels,
+        import_without_kernels,
+        second_runner,
+    )
+
+    import_without_kernels()
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -49,26 +85,37 @@ def meta_model(
 
     from vtaps.runtime.compat.ranks import fake_groups, first_layers
 
-    # vLLM looks at a model class in a process of its own, which imports everything once more. This one is that.
-    registry._run_in_subprocess = lambda inspect: inspect()
-    config = EngineArgs(
-        model=str(config_dir),
-        tokenizer=str(config_dir),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        dtype=dtype,
-    ).create_engine_config()
+    faults: list[Exception] = []
+
+    def inspected(inspect: Callable[[], Any]) -> Any:
+        """vLLM looks at a model class in a process of its own, which imports everything once more.  This one is that;
+        what is raised there goes to vLLM's log alone."""
+        try:
+            return inspect()
+        except Exception as fault:
+            faults.append(fault)
+            raise
+
+    registry._run_in_subprocess = inspected
+    try:
+        config = _engine_config(EngineArgs, config_dir, dtype)
+    except Exception:
+        if faults:
+            raise faults[-1] from None
+        raise
     if ranks > 1:
         # Set here: a configuration that asks for more devices than there are is refused.
         config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = ranks
         config.model_config.verify_with_parallel_config(config.parallel_config)
     fake_groups(ranks, reduced)
+    build_without_kernels()
     with (
         first_layers(layers),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         torch.device("meta"),
+        WithoutData(),
+        second_runner(),
     ):
         model = initialize_model(config)
     # Some layers name the CPU for a buffer; the abstract pass wants one device.
@@ -89,7 +136,7 @@ def dimensions(config: Any) -> Dimensions:
     hidden = int(model.get_hidden_size())
     if intermediate is None and text.model_type == "gpt2":
         intermediate = 4 * hidden
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", 0))  # a state space model has none
     return Dimensions(
         hidden=hidden,
         layers=int(text.num_hidden_layers),

@@ -98,7 +98,7 @@ def test_the_hugging_face_index_of_the_stream(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_stream_before_a_layer_is_the_stream_after_the_one_before(family: str) -> None:
     assert one(family, "resid_pre[2]") == one(family, "resid_post[1]")
-    fed_as_it_is = family not in ("gemma2", "gemma3", "gpt2")
+    fed_as_it_is = family not in ("gemma", "gemma2", "gemma3", "gpt2")
     assert (one(family, "resid_pre[0]") == one(family, "embed")) is fed_as_it_is
     assert (one(family, "embed").hf_index == 0) is fed_as_it_is
 
@@ -233,3 +233,27 @@ def test_what_an_op_computes_is_what_the_module_it_calls_puts_out(family: str) -
                     assert values[op.name] == real.output, (module.path, op.name)
                     compared += 1
     assert compared > 8
+
+
+def texts(family: str, path: str) -> list[tuple[str, str]]:
+    """The ops of the forward that a module runs: its text without annotations."""
+    at = tree(family)
+    return [(op.name, op.text) for op in at.forwards[at.modules[path].forward or ""].ops]
+
+
+@pytest.mark.parametrize("family", ["phi3", "ernie4_5"])
+def test_a_table_without_a_proof_of_its_own_is_run_by_llamas_forwards(family: str) -> None:
+    for path in ("model", "model.layers.2", "model.layers.2.self_attn", "model.layers.2.mlp", "model.norm"):
+        at, proved = tree(family), tree("llama")
+        forward = at.forwards[at.modules[path].forward or ""]
+        assert forward == proved.forwards[forward.where], path
+
+
+def test_gemmas_first_layers_are_those_of_proved_ones_and_its_embedding_is_not() -> None:
+    layer = "model.layers.2"
+    found = {
+        path: [other for other in ("llama", "mistral", "qwen2", "qwen3") if texts(other, path) == texts("gemma", path)]
+        for path in (layer, f"{layer}.self_attn", f"{layer}.mlp")
+    }
+    assert all(found.values()), found
+    assert texts("gemma", "model") == texts("gemma2", "model") != texts("llama", "model")

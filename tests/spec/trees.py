@@ -9,7 +9,7 @@ from vtaps.spec.snapshot import read_tree
 from vtaps.spec.tree import ModelTree
 
 DATA = Path(__file__).parent.parent / "data"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "gemma", "phi3", "ernie4_5")
 OTHERS = ("dbrx", "falcon", "opt", "qwen3moe")
 """Without a table of aliases."""
 
