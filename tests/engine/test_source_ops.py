@@ -122,16 +122,18 @@ TRIALS: dict[str, dict[str, Trial]] = {
             {"scale": {"at": "transformer.h.1.source.binop_add_0", "scale": {"by": -0.5}}},
             (ByHand("transformer.h.1.ln_2", "input", scaled(-0.5)),),
         ),
-        # An op and the module around it: input, op, op, output. Each order of two gives another value.
+        # The module around it acts before its ops and after them; each order of two gives another value.
+        # ``residual_0`` is ``hidden_states`` by another name: what the norm is given stays as it is.
         "around": Trial(
             {
-                "add_before": {"at": "transformer.h.0.input.hidden_states", **PUSHED},
-                "scale_first": {"at": "transformer.h.0.source.residual_0", "scale": {"by": 2.0}},
+                "scale_before": {"at": "transformer.h.0.input.hidden_states", "scale": {"by": 2.0}},
+                "add_first": {"at": "transformer.h.0.source.residual_0", **PUSHED},
                 "scale_last": {"at": "transformer.h.0.source.binop_add_1", "scale": {"by": -3.0}},
                 "add_after": {"at": "transformer.h.0.output", **PUSHED},
             },
             (
-                ByHand("transformer.h.0", "input", lambda x: (x + torch.from_numpy(PUSH)) * 2.0),
+                ByHand("transformer.h.0", "input", lambda x: x * 2.0 + torch.from_numpy(PUSH)),
+                ByHand("transformer.h.0.ln_1", "argument", lambda x: x - torch.from_numpy(PUSH)),
                 ByHand("transformer.h.0", "output", lambda x: x * -3.0 + torch.from_numpy(PUSH)),
             ),
         ),
