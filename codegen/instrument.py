@@ -87,13 +87,13 @@ class _Inserter(cst.CSTTransformer):
         return _call(name, updated)
 
     def _after_augmented(self, original: Any, updated: Any) -> Any:
-        """An augmented assignment has no value to go through a call: its target is looked at behind it."""
+        """An augmented assignment has no value to go through a call: its target does, behind it."""
         body: list[cst.BaseSmallStatement] = []
         for before, after in zip(original.body, updated.body, strict=True):
             body.append(after)
             name = self._names.get(id(before.target)) if isinstance(before, cst.AugAssign) else None
             if name is not None:
-                body.append(cst.Expr(_call(name, after.target)))
+                body.append(cst.Assign([cst.AssignTarget(after.target)], _call(name, after.target)))
         if len(body) == len(updated.body):
             return updated
         semicolon = cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" "))

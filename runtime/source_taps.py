@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, contiguous_format, nn
 
 from vtaps.codegen.instrument import InstrumentError
 from vtaps.codegen.source_ops import SourceError
@@ -53,22 +53,38 @@ def _tap(points: Mapping[str, Sequence[str]], places: Sequence[At]) -> Callable[
 
     def tap(names: str, value: Any) -> Any:
         for act in here[names]:
-            act(value)
+            value = act(value)
         return value
 
     return tap
 
 
-def _acting(at: At) -> Callable[[Any], None]:
+def _acting(at: At) -> Callable[[Any], Any]:
     element, act, number, name = at.place.output, at.act, at.number, at.place.name
 
-    def acting(value: Any) -> None:
+    def acting(value: Any) -> Any:
         x = value if element is None else value[element]
         if not isinstance(x, Tensor):
             raise ForwardError(f"{name}: {type(x).__name__} is computed there, not a tensor")
-        act(rows_of(x), None, number)
+        # What an op computes may share memory with other values, as the parts of a split do. An edit is of this value
+        # alone, and Inductor loses the writes of two operations into views of one tensor where vLLM has it use
+        # auto-functionalization V1.
+        own = x.clone(memory_format=contiguous_format)
+        act(rows_of(own), None, number)
+        return own if element is None else _replaced(value, element, own)
 
     return acting
+
+
+def _replaced(value: Any, element: int, x: Tensor) -> Any:
+    """The tuple or list ``value`` with ``x`` as its ``element``."""
+    items = [x if number == element else item for number, item in enumerate(value)]
+    if type(value) is list:
+        return items
+    if type(value) is tuple:
+        return tuple(items)
+    # A named tuple takes its fields one by one, torch's return types take them together.
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -23,9 +23,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny(family: str) -> Path:
-    """A folder with ``config.json``, float32 safetensors and a byte-level tokenizer with a chat template."""
+def tiny(family: str, **changes: Any) -> Path:
+    """A folder with ``config.json``, float32 safetensors and a byte-level tokenizer with a chat template; ``changes``
+    stand in place of what the family's configuration says."""
     config = (CONFIGS / family / "config.json").read_bytes()
+    if changes:
+        config = json.dumps(json.loads(config) | changes, indent=2).encode()
     key = hashlib.sha256(Path(__file__).read_bytes() + config).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME")
     cache = (Path(root) if root else Path.home() / ".cache") / "vtaps" / "tests"

@@ -98,6 +98,8 @@ def test_an_augmented_assignment_is_tapped_behind_it() -> None:
     tapped, seen = traced(child.forward, "a_1")
     assert tapped(child(), 3, more=4) == child().forward(3, more=4)
     assert seen == [("a_1", 9)]
+    changed = of(child.forward, "a_1").bind(lambda names, value: 100)
+    assert changed(child(), 3, more=4) == child().forward(3, more=95)
 
 
 @pytest.mark.parametrize(
