@@ -17,13 +17,15 @@ Part = Literal["q", "k", "v"]
 @dataclass(frozen=True)
 class Rule:
     """``residual``: the place holds one half of the stream, the other half is this output index or parameter.
-    ``part``: these columns of a fused projection. ``heads``: which head count divides the width."""
+    ``part``: these columns of a fused projection. ``heads``: which head count divides the width.
+    ``rather``: an op among ``same``; where it is computed, the other ops of its forward there are other tensors."""
 
     at: str
     residual: int | str | None = None
     part: Part | None = None
     heads: Heads | None = None
     same: tuple[str, ...] = ()
+    rather: str | None = None
 
     @property
     def layered(self) -> bool:
@@ -58,7 +60,11 @@ _LLAMA = Table(
     rules={
         "embed": Rule(
             "model.embed_tokens.output",
-            same=("model.layers.0.input.hidden_states", "model.layers.0.input_layernorm.input.x"),
+            same=(
+                "model.layers.0.input.hidden_states",
+                "model.layers.0.input_layernorm.input.x",
+                "model.source.self_embed_input_ids_0.output",
+            ),
         ),
         "resid_mid": Rule(f"{_L}.post_attention_layernorm.input.x", residual="residual"),
         "resid_post": Rule(f"{_L}.output", residual=1),
@@ -95,6 +101,20 @@ _LLAMA = Table(
     },
 )
 
+# Mistral may scale the rotated queries by their position (`llama_4_scaling`): attention multiplies what that gives.
+_MISTRAL = replace(
+    _LLAMA,
+    rules=_LLAMA.rules
+    | {
+        "rot_q": Rule(
+            f"{_A}.attn.input.query",
+            heads="heads",
+            same=(f"{_S}.self_rotary_emb_0.output[0]", f"{_S}.to_0.output"),
+            rather="to_0",
+        ),
+    },
+)
+
 # The first Gemma scales the embedding before the first layer.
 _SCALED = replace(
     _LLAMA,
@@ -102,7 +122,10 @@ _SCALED = replace(
     rules=_LLAMA.rules
     | {
         "embed": Rule("model.embed_tokens.output"),
-        "resid_pre": Rule("model.layers.0.input.hidden_states", same=("model.layers.0.input_layernorm.input.x",)),
+        "resid_pre": Rule(
+            "model.layers.0.input.hidden_states",
+            same=("model.layers.0.input_layernorm.input.x", "model.source.self_embed_input_ids_0.output"),
+        ),
     },
 )
 
@@ -129,10 +152,12 @@ _GPT2 = Table(
     layers="transformer.h",
     embed_is_stream=False,
     rules={
-        "embed": Rule("transformer.wte.output"),
-        "resid_pre": Rule(f"{_H}.input.hidden_states", same=(f"{_H}.ln_1.input.x",)),
-        "resid_mid": Rule(f"{_H}.ln_2.input.x"),
-        "resid_post": Rule(f"{_H}.output"),
+        "embed": Rule("transformer.wte.output", same=("transformer.source.self_embed_input_ids_0.output",)),
+        "resid_pre": Rule(
+            f"{_H}.input.hidden_states", same=(f"{_H}.ln_1.input.x", "transformer.source.binop_add_0.output")
+        ),
+        "resid_mid": Rule(f"{_H}.ln_2.input.x", same=(f"{_H}.source.binop_add_0.output",)),
+        "resid_post": Rule(f"{_H}.output", same=(f"{_H}.source.binop_add_1.output",)),
         "ln1": Rule(
             f"{_H}.ln_1.output",
             same=(f"{_H}.attn.input.hidden_states", f"{_H}.attn.c_attn.input.input_"),
@@ -159,7 +184,9 @@ _GPT2 = Table(
             same=(f"{_H}.attn.attn.input.value", f"{_H}.attn.source.qkv_chunk_0.output[2]"),
         ),
         "z": Rule(f"{_H}.attn.c_proj.input.input_", heads="heads", same=(f"{_H}.attn.attn.output",)),
-        "mlp_post": Rule(f"{_H}.mlp.c_proj.input.input_", same=(f"{_H}.mlp.act.output",)),
+        "mlp_post": Rule(
+            f"{_H}.mlp.c_proj.input.input_", same=(f"{_H}.mlp.act.output", f"{_H}.mlp.source.self_act_0.output")
+        ),
         "final_norm": Rule("transformer.ln_f.output", same=("transformer.output",)),
     },
 )
@@ -176,7 +203,7 @@ _BY_THE_SAME_FORWARDS: dict[str, Table] = {
 
 TABLES: dict[str, Table] = {
     "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
+    "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": _LLAMA,
     "Qwen3ForCausalLM": _LLAMA,
     "Gemma2ForCausalLM": _GEMMA,

@@ -150,6 +150,16 @@ def alias_of_text(tree: ModelTree, text: str) -> tuple[str, int | None] | None:
     return (alias, int(number)) if alias is not None and number.isdecimal() else None
 
 
+def alias_of_op(tree: ModelTree, module: str, text: str) -> tuple[str, int | None] | None:
+    """:func:`alias_of_text` for what an op of ``module``'s forward computes."""
+    known = alias_of_text(tree, text)
+    rather = TABLES[tree.architecture].rules[known[0]].rather if known is not None else None
+    if rather is None:
+        return known
+    computed = rather in dict(tree.modules[module].ops)
+    return known if computed == (text == f"{module}.source.{rather}.output") else None
+
+
 def at_place(
     tree: ModelTree, module: str, side: str, element: int | str | None, primary: bool = False
 ) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def resolve_op(tree: ModelTree, path: str, place: OpPlace) -> Site:
     value = dict(module.ops).get(source.name)
     _check(tree, module, forward, source, value)
     assert value is not None
+    if _is_name(source):
+        return _named_again(tree, module, forward, source, element)
     child = _child(tree, path, source)
     if child is not None:
         return resolve_place(tree, child, "output", element)
@@ -67,7 +70,7 @@ def resolve_op(tree: ModelTree, path: str, place: OpPlace) -> Site:
         raise Refused("VT208", f"{path}.source.{source.name} is {describe(value)}: it has no element {element}")
     else:
         where = f"{path}.source.{source.name}.output"
-    known = aliases.alias_of_text(tree, where)
+    known = aliases.alias_of_op(tree, path, where)
     site = aliases.site_or_none(tree, *known) if known is not None else None
     if site is not None:
         return site
@@ -79,7 +82,8 @@ def resolve_op(tree: ModelTree, path: str, place: OpPlace) -> Site:
         name=where,
         module=path,
         side="output",
-        element=element,
+        # A name that is unpacked from what is no op: the tap is around all of it.
+        element=source.item if source.kind == "element" else element,
         value="tensor",
         order=_order(tree, module, forward, source),
         layer=int(layer[1]) if layer else None,
@@ -99,7 +103,7 @@ def _named(forward: Forward, module: Module, name: str) -> str:
     names = [op.name for op in forward.ops]
     if name in names:
         return name
-    alike = [n for n in names if re.sub(r"_\d+$", "", n) == name]
+    alike = [n for n in names if _base(n) == name]
     if len(alike) == 1:
         return alike[0]
     title = forward.where.rsplit(".", 2)
@@ -134,6 +138,36 @@ def _source_of(op: Op, by_name: Mapping[str, Op], element: int | None) -> tuple[
             break
         op = by_name[op.of]
     return op, element
+
+
+def _base(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _is_name(op: Op) -> bool:
+    """Whether it is bound to nothing but another name."""
+    return op.kind == "bind" and not op.of and op.text.isidentifier() and not keyword.iskeyword(op.text)
+
+
+def _named_again(tree: ModelTree, module: Module, forward: Forward, op: Op, element: int | None) -> Site:
+    """The site of the tensor that ``op`` gives a second name: what was bound to its first name before, or the
+    parameter of that name.  Refused (VT216) where a call in between may have changed it in place."""
+    known = dict(module.ops)
+    before = [other for other in forward.ops[: forward.ops.index(op)] if other.name in known]
+    bound = [other for other in before if other.kind not in ("call", "binary") and _base(other.name) == op.text]
+    since = before[before.index(bound[-1]) + 1 :] if bound else before
+    quiet = all(other.kind in ("bind", "element") for other in since)
+    if quiet and bound and bound[-1].line != op.line:
+        return resolve_op(tree, module.path, OpPlace(bound[-1].name, element))
+    if quiet and not bound and op.text in dict(module.inputs) and element is None:
+        return resolve_place(tree, module.path, "input", op.text)
+    first = f"source.{bound[-1].name}" if bound else f"input.{op.text}"
+    there = bool(bound) or op.text in dict(module.inputs)
+    raise Refused(
+        "VT216",
+        f"{module.path}.source.{op.name} is another name of `{op.text}`, not a value of its own",
+        (f"{module.path}.{first}",) if there else (),
+    )
 
 
 def _child(tree: ModelTree, path: str, op: Op) -> str | None:

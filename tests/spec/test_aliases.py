@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.spec.trees import FAMILIES, tree
@@ -79,12 +81,55 @@ def test_an_op_whose_value_has_an_alias_is_the_alias(family: str) -> None:
         for text in (t.format(i=2) for t in rule.same if ".source." in t):
             sites, problems = locate(tree(family), text, Span("x"))
             if not problems:
-                assert [s.name for s in sites] == [f"{alias}[2]"], text
+                layer = (
+                    "[2]" if rule.layered and ".2." in text else "[0]" if rule.layered or alias == "resid_pre" else ""
+                )
+                assert [s.name for s in sites] == [alias + layer], text
                 found[alias] = text
             else:
-                assert [p.code for p in problems] == ["VT203"], text
+                assert [p.code for p in problems] == ["VT216" if text.endswith(f".{rule.rather}.output") else "VT203"]
     assert {"q", "k", "v"} <= set(found)
     assert "rot_q" not in rules or {"rot_q", "rot_k"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "name"),
+    [
+        ("gpt2", "transformer.h.1.source.residual_0", "resid_post[0]"),
+        ("gpt2", "transformer.h.0.source.residual_0", "resid_pre[0]"),
+        ("gpt2", "transformer.h.1.source.binop_add_0", "resid_mid[1]"),
+        ("gpt2", "transformer.h.1.source.residual_1", "resid_mid[1]"),
+        ("gpt2", "transformer.h.1.source.hidden_states_3", "resid_post[1]"),
+        ("gpt2", "transformer.h.1.mlp.source.self_act_0", "mlp_post[1]"),
+        ("gpt2", "transformer.source.hidden_states_0", "resid_pre[0]"),
+        ("gpt2", "transformer.source.inputs_embeds_0", "embed"),
+        ("llama", "model.layers.0.source.residual_0", "embed"),
+        ("llama", "model.source.hidden_states_1", "embed"),
+        ("gemma2", "model.layers.0.source.residual_0", "resid_pre[0]"),
+        ("gemma2", "model.source.self_embed_input_ids_0", "resid_pre[0]"),
+        ("mistral", "model.layers.1.self_attn.source.q_1", "rot_q[1]"),
+        ("llama", "model.layers.1.self_attn.o_proj.source.input_parallel_0", "z[1]"),
+    ],
+)
+def test_a_second_name_of_a_tensor_is_its_alias(family: str, text: str, name: str) -> None:
+    assert one(family, text) == one(family, name)
+
+
+def test_the_rotated_queries_that_mistral_scales_are_not_what_attention_multiplies() -> None:
+    plain = tree("mistral")
+    path = "model.layers.1.self_attn"
+    module = plain.modules[path]
+    scaled = (*module.ops, *((name, Value("tensor", "bfloat16", ("T", 128))) for name in ("binop_mul_0", "to_0")))
+    variant = replace(plain, modules=plain.modules | {path: replace(module, ops=scaled)})
+
+    def names(text: str) -> list[str]:
+        found, problems = locate(variant, f"{path}.{text}", Span("x"))
+        assert not problems
+        return [site.name for site in found]
+
+    assert names("source.self_rotary_emb_0.output[0]") == [f"{path}.source.self_rotary_emb_0.output[0]"]
+    assert names("source.q_2") == names("attn.input.query") == ["rot_q[1]"]
+    assert names("source.self_rotary_emb_0.output[1]") == ["rot_k[1]"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

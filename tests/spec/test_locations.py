@@ -12,7 +12,8 @@ from tests.spec.trees import tree
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.layers import parse_layers, render_layers
 from vtaps.spec.locations import locate
-from vtaps.spec.tree import Site
+from vtaps.spec.source import Forward, Op
+from vtaps.spec.tree import ModelTree, Site, Value
 
 SPAN = Span("spec.yaml", 3, 7, 3, 20)
 
@@ -253,3 +254,52 @@ def test_named_layers_must_all_have_the_module_and_a_star_takes_those_that_do() 
 def test_an_ambiguous_short_path_lists_the_places() -> None:
     problem = refused("mlp.output")
     assert "30 places" in problem.message and problem.valid[0] == "model.layers.0.mlp"
+
+
+def computing(*ops: Op, inputs: tuple[str, ...] = ()) -> ModelTree:
+    """Llama's tree with a module ``model.layers.1.mlp`` whose forward is ``ops``, each of ``[T, 128]``."""
+    plain, path = tree("llama"), "model.layers.1.mlp"
+    value = Value("tensor", "bfloat16", ("T", 128))
+    module = replace(
+        plain.modules[path],
+        forward="a.B.forward",
+        inputs=tuple((name, value) for name in inputs),
+        ops=tuple((op.name, value) for op in ops),
+    )
+    forwards = dict(plain.forwards) | {"a.B.forward": Forward("a.B.forward", ops=ops)}
+    return replace(plain, modules=plain.modules | {path: module}, forwards=forwards)
+
+
+F = Op("f_0", 2, "call", "f")
+X, Y = Op("x_0", 2, "bind", "f(a)", "f_0"), Op("y_0", 3, "bind", "x")
+
+
+@pytest.mark.parametrize(
+    ("ops", "inputs", "name", "expected"),
+    [
+        ((F, X, Y), (), "y_0", "f_0.output"),
+        ((F, X, Y, Op("z_0", 4, "bind", "y")), (), "z_0", "f_0.output"),
+        ((Op("y_0", 2, "bind", "h"),), ("h",), "y_0", "input.h"),
+        # The call may have changed it in place.
+        ((F, X, Op("g_0", 3, "call", "g"), Y), (), "y_0", None),
+        ((Op("g_0", 2, "call", "g"), Op("y_0", 3, "bind", "h")), ("h",), "y_0", None),
+        # x, y = y, x
+        ((F, X, Op("y_0", 3, "bind", "f"), Op("x_1", 4, "bind", "y"), Op("y_1", 4, "bind", "x")), (), "y_1", None),
+    ],
+)
+def test_a_name_for_a_name_is_the_value(
+    ops: tuple[Op, ...], inputs: tuple[str, ...], name: str, expected: str | None
+) -> None:
+    found, problems = locate(computing(*ops, inputs=inputs), f"model.layers.1.mlp.source.{name}", SPAN)
+    if expected is None:
+        assert [p.code for p in problems] == ["VT216"] and "another name of" in problems[0].message
+        return
+    place = expected if expected.startswith("input") else f"source.{expected}"
+    assert [s.name for s in found] == [f"model.layers.1.mlp.{place}"] and not problems
+
+
+def test_a_name_unpacked_from_a_name_is_its_element() -> None:
+    """``a, b = pair``: the tap is around ``pair``."""
+    ops = (Op("a_0", 2, "element", "pair", item=0), Op("b_0", 2, "element", "pair", item=1))
+    (site,), problems = locate(computing(*ops), "model.layers.1.mlp.source.b_0", SPAN)
+    assert not problems and (site.op, site.element) == ("b_0", 1)
