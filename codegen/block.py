@@ -123,7 +123,7 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = {"add", "scale", "zero", "set_"}
+EDIT_CALLS = {"add", "scale", "zero", "set_", "python"}
 
 
 def statements_of(source: str) -> dict[int, tuple[str, str]]:

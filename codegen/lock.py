@@ -10,7 +10,7 @@ from typing import Any
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, EditPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
 from vtaps.spec.vector_use import definition
@@ -72,6 +72,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "sites": [s.name for s in p.sites],
                 "columns": None if p.columns is None else [list(c) for c in p.columns],
                 "tokens": p.edit.tokens.to_json(),
+                **_python(p, plan),
             }
             for name, p in edits.items()
         },
@@ -117,6 +118,13 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         "arms": {name: _arm(p) for name, p in plan.arms.items()},
         "outside": dict(plan.outside),
     }
+
+
+def _python(edit: EditPlan, plan: Plan) -> dict[str, Any]:
+    if edit.edit.python is None:
+        return {}
+    file, function = edit.edit.python
+    return {"python": {"file": file, "function": function, "digest": plan.outside.get(file)}}
 
 
 def _forwards(plan: Plan) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "keep", "lens", "mean", "norm", "project", "scale",
-           "set_", "zero"]  # fmt: skip
+__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "keep", "lens", "mean", "norm", "project", "python",
+           "scale", "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set"]
+EditVerb = Literal["add", "scale", "zero", "set", "python"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens"]
 
 
@@ -130,6 +130,11 @@ def zero(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, c
 def set_(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
     """stream = coefficient · vector."""
     t.notes.append(Note(name, verb="set", columns=columns))
+
+
+def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+    """stream = what the edit's own function makes of it: :mod:`vtaps.runtime.functions`."""
+    t.notes.append(Note(name, verb="python"))
 
 
 def keep(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:

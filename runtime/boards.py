@@ -44,13 +44,18 @@ CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}
 
 @dataclass
 class Axis:
-    """The board of all locations whose tensors have a row a token, or a row a request."""
+    """The board of all locations whose tensors have a row a token, or a row a request.
+
+    ``parts``: what a location does, in order, where that is more than its one launch: launches, and the names of edits
+    that Python makes in between.
+    """
 
     board: Board
     host: Any
     columns: dict[tuple[str, str], int]
     rings: dict[str, Ring]
     locations: dict[str, LocationProgram] = field(default_factory=dict)
+    parts: dict[str, tuple[LocationProgram | str, ...]] = field(default_factory=dict)
     dirty: int = 0
 
     def write(self, edits: Iterable[Fill], reads: Iterable[tuple[Fill, int]]) -> None:
@@ -172,8 +177,12 @@ class Boards:
         row = 0
         for name, notes in mine.items():
             site = program.sites[name]
-            statements = []
+            statements: list[Statement] = []
+            parts: list[list[Statement] | str] = []
             for note in notes:
+                if note.verb == "python":
+                    parts.append(note.name)
+                    continue
                 if note.verb:
                     statements.append(self._edit(board, row, site, note, columns["edit", note.name]))
                 else:
@@ -182,9 +191,19 @@ class Boards:
                     board.set_read(row, memory, index)
                     code = KEEP if note.kind in ("rows", "lens") else KEEP32
                     statements.append(Statement(code, columns["read", note.name], row, False))
+                if not parts or isinstance(parts[-1], str):
+                    parts.append([])
+                if isinstance(last := parts[-1], list):
+                    last.append(statements[-1])
                 row += 1
             first = 0 if site.columns is None else site.columns[0]
-            axis.locations[name] = LocationProgram(self.order[name], first, site.width, tuple(statements))
+            number, width = self.order[name], site.width
+            axis.locations[name] = LocationProgram(number, first, width, tuple(statements))
+            if any(isinstance(part, str) for part in parts):
+                axis.parts[name] = tuple(
+                    part if isinstance(part, str) else LocationProgram(number, first, width, tuple(part))
+                    for part in parts
+                )
         return axis
 
     def _edit(self, board: Board, row: int, site: SiteEntry, note: Note, column: int) -> Statement:
@@ -243,7 +262,8 @@ class Boards:
         ]
         for axis in self.axes:
             for number, program in axis.locations.items() if ring in axis.rings.values() else ():
-                for note, statement in zip(self.notes[number], program.statements, strict=True):
+                launched = (note for note in self.notes[number] if note.verb != "python")
+                for note, statement in zip(launched, program.statements, strict=True):
                     if note.kind and note.name == ring.read:
                         axis.board.set_read(statement.descriptor, *_place(ring, number))
 
@@ -264,10 +284,12 @@ class Boards:
         for axis in self.axes:
             axis.clear()
 
-    def find(self, name: str) -> tuple[Board, LocationProgram]:
+    def find(self, name: str) -> tuple[Board, LocationProgram, tuple[LocationProgram | str, ...]]:
+        """The location's board, all that is launched there, and its parts in order."""
         for axis in self.axes:
             if name in axis.locations:
-                return axis.board, axis.locations[name]
+                program = axis.locations[name]
+                return axis.board, program, axis.parts.get(name, (program,))
         raise KeyError(name)
 
     def prove(self, count: int) -> None:

@@ -12,6 +12,7 @@ from vtaps.runtime.program import (
     METRICS,
     USES_VECTOR,
     VERBS,
+    WITHOUT_COEFFICIENT,
     ArmEntry,
     EditEntry,
     ForwardEntry,
@@ -120,7 +121,11 @@ def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:
 
 def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     verb = _one_of(data["verb"], VERBS, "verb")
-    return EditEntry(verb, tuple(data["sites"]), Rows.from_json(data["tokens"]))
+    python = None
+    if verb == "python":
+        said = data["python"]
+        python = (str(said["file"]), str(said["function"]), said.get("digest"))
+    return EditEntry(verb, tuple(data["sites"]), Rows.from_json(data["tokens"]), python)
 
 
 def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
@@ -208,7 +213,7 @@ def _check_names(program: Program) -> None:
                 verb = program.edits[edit_use.edit].verb
                 if verb in USES_VECTOR and edit_use.vector is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
-                if verb != "zero" and edit_use.coefficient is None:
+                if verb not in WITHOUT_COEFFICIENT and edit_use.coefficient is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no coefficient")
                 if edit_use.vector is not None:
                     known(entry, (edit_use.vector,), "vectors", program.vectors)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_vector
 
-Verb = Literal["add", "scale", "zero", "set"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set")
+Verb = Literal["add", "scale", "zero", "set", "python"]
+VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "python")
+WITHOUT_COEFFICIENT = ("zero", "python")
 USES_VECTOR = ("add", "set")
 Kind = Literal["rows", "mean", "norm", "project", "lens"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens")
@@ -58,9 +59,12 @@ class ForwardEntry:
 
 @dataclass(frozen=True)
 class EditEntry:
+    """``python``: the file, the function in it, and the file's sha256."""
+
     verb: Verb
     sites: tuple[str, ...]
     tokens: Rows
+    python: tuple[str, str, str | None] | None = None
 
 
 @dataclass(frozen=True)

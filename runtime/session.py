@@ -19,6 +19,7 @@ from vtaps.runtime import kernels, ops
 from vtaps.runtime.block import Block, Location, Note
 from vtaps.runtime.boards import Axis, Boards
 from vtaps.runtime.fills import Fill, StepPlan
+from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
 from vtaps.runtime.kernels import Board, LocationProgram
@@ -95,6 +96,7 @@ class _At:
     name: str
     board: Board
     program: LocationProgram
+    parts: tuple[LocationProgram | str, ...]
     sampled: bool
 
 
@@ -110,6 +112,7 @@ class Session:
         self.block = import_block(manifest.block, self.program.block_digest)
         if self.block.structure != self.program.structure:
             raise LockError("block.structure", "the block and the lock are of two compilations; compile again")
+        self.functions = Functions(self.program)
         self.table = RowTable(self.program)
         self.spool = Spool(manifest.spool, manifest.memory, manifest.shared)
         self.installed: tuple[str, ...] = ()
@@ -167,6 +170,7 @@ class Session:
         self.neutral()
         self.harvest.close()
         self.manifest, self.program, self.block, self.table = manifest, new.program, new.block, new.table
+        self.functions = new.functions
         self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
 
     def _lens(self, program: Program) -> Lens | None:
@@ -213,7 +217,21 @@ class Session:
             )
         if x.dtype != self._dtype:
             raise BlockFault(f"{at.name}: {site.module} has {x.dtype} there; {self._dtype} was compiled")
-        kernels.run(at.board, at.program, x, residual)
+        for part in at.parts:
+            if isinstance(part, str):
+                self._call(part, at, x, residual)
+            else:
+                kernels.run(at.board, part, x, residual)
+
+    def _call(self, edit: str, at: _At, x: Tensor, residual: Tensor | None) -> None:
+        """What Python makes of the step's rows."""
+        at.board.seen[at.program.number] += 1
+        plan = self._plan
+        fills = () if plan is None else plan.sampled_edits if at.sampled else plan.edits
+        try:
+            self.functions.run(edit, fills, self._shift, x, residual, self.program.sites[at.name], at.program)
+        except FunctionFault as error:
+            raise BlockFault(f"{at.name}: edits.{edit}: {error}") from error
 
     def _needed(self, at: _At) -> int:
         axis = self.boards.requests if at.sampled else self.boards.tokens
@@ -293,7 +311,7 @@ class Session:
         self.passed()
         for number in self._active[1]:
             if not self.in_graph[number] and not self.at[number].sampled:
-                self._expected[number] += 1
+                self._expected[number] += len(self.at[number].parts)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=False)
         if self._plan is not None and not self._plan.sampled_reads:
@@ -303,7 +321,7 @@ class Session:
         """Metrics of the step from its logits ``[requests, vocab]``, as the model gave them."""
         for number in self._active[1]:
             if self.at[number].sampled:
-                self._expected[number] += 1
+                self._expected[number] += len(self.at[number].parts)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=True)
         self._sampling = False

@@ -13,7 +13,7 @@ from vtaps.spec.names import defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit
 from vtaps.spec.spec import Arm, Axis, Spec
 
-FIELDS = {"add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": ()}
+FIELDS = {"add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (), "python": ()}
 COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by"}
 IDENTITY = {"add": 0.0, "scale": 1.0}
 

@@ -69,6 +69,7 @@ CODES: dict[str, Code] = {
     "VT319": Code("the same edit twice at one place"),
     "VT320": Code("the lens needs the residual stream"),
     "VT321": Code("the reads need more memory than they may take"),
+    "VT322": Code("a Python function cannot be used"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -153,7 +153,8 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["heads"] = written(edit.heads)
     if edit.dims is not None:
         body["dims"] = written(edit.dims)
-    return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: _Flow(body)}
+    said = _Flow(body) if edit.python is None else ":".join(edit.python)
+    return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: said}
 
 
 def read_of(read: Read) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from vtaps.spec.spec import (
     Vector,
 )
 
-VERBS = ("add", "scale", "zero", "set")
+VERBS = ("add", "scale", "zero", "set", "python")
 PROMPT_KINDS = ("text", "chat", "ids")
 METRIC_KINDS = ("logprob", "logit_diff", "rank")
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -149,7 +149,8 @@ def _word(text: str) -> Any:
 
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
-    body = data[verb] or {}
+    body = {} if verb == "python" else data[verb] or {}
+    file, _, function = data.get("python", "").rpartition(":")
     coefficient = {"add": body.get("scale", 1.0), "set": body.get("scale", 1.0), "scale": body.get("by")}.get(verb)
     return Edit(
         name=name,
@@ -161,6 +162,7 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         vector=body.get("vector"),
         heads=parse_ranges(body["heads"]) if "heads" in body else None,
         dims=parse_ranges(body["dims"]) if "dims" in body else None,
+        python=(file, function) if verb == "python" else None,
     )
 
 

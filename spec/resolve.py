@@ -25,6 +25,7 @@ from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
 from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
+from vtaps.spec.python_use import check_functions
 from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import Compiled, choose, compiled_part
@@ -66,9 +67,12 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if digest := _digest(context.tokens.folder / name):
             outside[f"model:{name}"] = digest
+    outside |= check_functions(edits, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
-    mode, reason, locations = choose(spec.engine, context.compiled, locations)
+    functions = {name: ":".join(p.edit.python) for name, p in edits.items() if p.edit.python is not None}
+    found += _need_eager(spec, functions, doc)
+    mode, reason, locations = choose(spec.engine, context.compiled, locations, functions)
     check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
@@ -147,6 +151,20 @@ def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Dia
             note="`mode: eager` serves it; `mode: auto` takes eager by itself where it must",
         )
     ]
+
+
+def _need_eager(spec: Spec, functions: Mapping[str, str], doc: Document) -> list[Diagnostic]:
+    """VT209 where the taps engine, asked for by name, would have to run Python."""
+    if spec.engine.mode != "taps":
+        return []
+    note = "`mode: eager` serves it; `mode: auto` takes eager by itself where it must"
+    return [
+        Diagnostic(
+            "VT209", f"{function} runs in Python, which no tap does", doc.at(*spec.edits[name].where, "python"),
+            note=note,
+        )
+        for name, function in functions.items()
+    ]  # fmt: skip
 
 
 def _against_taps(spec: Spec, doc: Document) -> list[Diagnostic]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -88,19 +88,25 @@ def _decoder_layers(tree: ModelTree) -> str | None:
 
 
 def choose(
-    engine: EngineRef, compiled: Compiled, locations: Iterable[LocationPlan]
+    engine: EngineRef, compiled: Compiled, locations: Iterable[LocationPlan], functions: Mapping[str, str]
 ) -> tuple[EngineMode, str, tuple[LocationPlan, ...]]:
-    """(engine mode, why, the locations with how each is served)."""
+    """(engine mode, why, the locations with how each is served); ``functions``: edit → the Python that it runs."""
     places = tuple(locations)
-    mode, reason = _mode(engine, compiled, places)
+    mode, reason = _mode(engine, compiled, places, functions)
     if mode == "eager":
         return mode, reason, tuple(replace(p, mode="eager") for p in places)
     return mode, reason, tuple(replace(p, mode=compiled.tap(p.site) or "eager") for p in places)
 
 
-def _mode(engine: EngineRef, compiled: Compiled, places: tuple[LocationPlan, ...]) -> tuple[EngineMode, str]:
+def _mode(
+    engine: EngineRef, compiled: Compiled, places: tuple[LocationPlan, ...], functions: Mapping[str, str]
+) -> tuple[EngineMode, str]:
     if engine.mode != "auto":
         return cast(EngineMode, engine.mode), ASKED
+    listed = {s.name for p in places for s in p.statements if s.kind == "edit"}
+    python = next((f"edits.{name} runs {text} in Python" for name, text in functions.items() if name in listed), None)
+    if python is not None:
+        return "eager", f"auto: {python}, which no tap does"
     blocked = engine_args.against_taps(engine.vllm)
     if blocked is not None:
         return "eager", f"auto: engine.vllm.{'.'.join(blocked[0])} does not go with taps: {blocked[1]}"

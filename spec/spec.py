@@ -12,7 +12,7 @@ from typing import Any, Literal
 from vtaps.spec.document import NodePath
 from vtaps.spec.rows import Interval, Rows
 
-Verb = Literal["add", "scale", "zero", "set"]
+Verb = Literal["add", "scale", "zero", "set", "python"]
 Sees = Literal["before_edits", "after_edits"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
@@ -68,7 +68,7 @@ class At:
 @dataclass(frozen=True)
 class Edit:
     """``coefficient`` is ``scale`` of ``add`` and ``set`` and ``by`` of ``scale``; None for ``zero``.
-    ``heads`` and ``dims`` are inclusive ranges, None for all."""
+    ``heads`` and ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -79,6 +79,7 @@ class Edit:
     vector: str | None = None
     heads: tuple[Interval, ...] | None = None
     dims: tuple[Interval, ...] | None = None
+    python: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import libcst as cst
 
-from vtaps.codegen.verbs import add, scale, set, zero
+from vtaps.codegen.verbs import add, python, scale, set, zero
 from vtaps.spec.plan import EditPlan
 
 Emit = Callable[[EditPlan, list[cst.BaseExpression]], cst.Call]
 
-VERBS: dict[str, Emit] = {"add": add.emit, "scale": scale.emit, "zero": zero.emit, "set": set.emit}
-VERSIONS = {"add": add.VERSION, "scale": scale.VERSION, "zero": zero.VERSION, "set": set.VERSION}
+_FILES = {"add": add, "scale": scale, "zero": zero, "set": set, "python": python}
+VERBS: dict[str, Emit] = {name: file.emit for name, file in _FILES.items()}
+VERSIONS: dict[str, int] = {name: file.VERSION for name, file in _FILES.items()}

@@ -62,7 +62,7 @@ def test_specs_of_the_manual_are_good(where: str, tmp_path: Path, monkeypatch: p
     assert MODEL in text, f"a spec of the manual uses {MODEL}, so that a reader can run it"
     text = text.replace(f"path: {MODEL}", f"path: {DATA / 'configs' / 'smollm2'}, tokenizer: {DATA / 'tokenizer'}")
     (tmp_path / "vectors").symlink_to(ROOT / "examples" / "vectors")
-    for file in (ROOT / "examples").glob("*.jsonl"):
+    for file in (*(ROOT / "examples").glob("*.jsonl"), ROOT / "examples" / "edits.py"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
     result = check_file(tmp_path / "spec.yaml")
@@ -126,7 +126,8 @@ def test_the_page_of_a_verb_shows_its_block(verb: str, tmp_path: Path, monkeypat
     seed_cache(tmp_path / "cache", monkeypatch)
     text = SPECS[f"{page_id(page)}:0"]
     text = text.replace(f"path: {MODEL}", f"path: {DATA / 'configs' / 'smollm2'}, tokenizer: {DATA / 'tokenizer'}")
-    (tmp_path / "vectors").symlink_to(ROOT / "examples" / "vectors")
+    for name in ("vectors", "edits.py"):
+        (tmp_path / name).symlink_to(ROOT / "examples" / name)
     (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
     plan = check_file(tmp_path / "spec.yaml").plan
     assert plan is not None

@@ -130,7 +130,7 @@ def test_rows_are_right_however_late_they_leave(
 
 def play(mode: str, manifest: Any, case: Any, data: Any) -> spool.Spool:
     """A schedule from its first step to its last collected request; returns the spool that served it."""
-    asks, events = case
+    asks, events = toy.served(case[0], mode), case[1]
     steps = [event.shares for event in events if isinstance(event, sch.Step)]
     rows = max(sum(share.count for share in shares) for shares in steps)
     limits = Limits(rows=rows + 2, requests=max(map(len, steps)), step_rows=rows)

@@ -618,7 +618,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
 def test_every_request_gets_what_its_own_forward_says(
     mode: str, manifests: dict[str, Manifest], case: sch.Schedule, data: st.DataObject
 ) -> None:
-    asks, events = case
+    asks, events = toy.served(case[0], mode), case[1]
     steps = [event.shares for event in events if isinstance(event, sch.Step)]
     rows = max(sum(share.count for share in shares) for shares in steps)
     limits = Limits(rows=rows + 2, requests=max(map(len, steps)), step_rows=rows)

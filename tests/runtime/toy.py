@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,21 @@ EDITS: dict[str, dict[str, Any]] = {
     "put": {"verb": "set", "sites": ["cut"], "tokens": "but"},
     "odd": {"verb": "add", "sites": ["r2"], "tokens": "but even"},
     "bump": {"verb": "add", "sites": ["logits"], "tokens": "sampling"},
+    "bend": {
+        "verb": "python",
+        "sites": ["r1", "final"],
+        "tokens": "but",
+        "python": {"file": "bend.py", "function": "bend"},
+    },
 }
+PYTHON = "bent"
+"""An arm with an edit in Python, which the taps engine does not serve: there ``edit`` takes its place."""
+BEND = """\
+import torch
+
+def bend(rows, at):
+    return 0.5 * rows + torch.from_numpy(at.positions).to(rows)[:, None]
+"""
 READS: dict[str, dict[str, Any]] = {
     "dots": {"kind": "project", "sites": ["r1", "final"], "tokens": "but", "vectors": ["v", "w"]},
     "rows": {"kind": "rows", "sites": [s for s in SITES if s != "logits"], "tokens": "all"},
@@ -146,6 +161,13 @@ ARMS: dict[str, dict[str, Any]] = {
             },
         ],
     },
+    "bent": {
+        "reads": BY_POSITION,
+        "points": [
+            {"edits": [edit("gain", "r1", coefficient=0.5), edit("bend", "r1", "final")]},
+            {"edits": [edit("bend", "final"), edit("push", "r0", coefficient=-0.5, vector="w")]},
+        ],
+    },
     # The logits are edited, and nothing reads them.
     "some": {
         "reads": ["rows", "late", "top"],
@@ -170,12 +192,15 @@ def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
         lines += [f"@BLOCK.location({site!r}, **{found!r})", f"def at_{number}(t, hidden{pair}):"]
         for name in ORDER:
             entry = EDITS.get(name) or READS[name]
-            if site in entry["sites"]:
+            if site in entry["sites"] and (mode == "eager" or name != "bend"):
                 call = CALLS.get(kind := entry.get("verb") or entry["kind"], kind)
                 some = f", columns={tuple(map(tuple, entry['columns']))!r}" if "columns" in entry else ""
                 lines.append(f'    vt.{call}(t, "{name}", hidden{pair}{some})')
     block = folder / "toy.block.py"
     block.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "bend.py").write_text(BEND, encoding="utf-8")
+    served = {name: arm for name, arm in ARMS.items() if name != "plain" and (mode == "eager" or name != PYTHON)}
+    edits = {name: entry for name, entry in EDITS.items() if mode == "eager" or name != "bend"}
     for name, vector in VECTORS.items():
         np.save(folder / f"{name}.npy", vector)
 
@@ -188,15 +213,20 @@ def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
         "lens": {"norm": "norm"},
         "block": {"digest": "sha256:" + hashlib.sha256(block.read_bytes()).hexdigest(), "structure": "s"},
         "sites": {name: {"width": WIDTH, **site} for name, site in SITES.items()},
-        "edits": spelled(EDITS),
+        "edits": spelled(edits),
         "reads": {name: {**entry, **reads} for name, entry in spelled(READS).items()},
         "metrics": spelled(METRICS),
         "overrides": {"say": {"ids": list(sch.SAY)}},
         "vectors": {name: {"file": f"{name}.npy"} for name in VECTORS},
-        "arms": {name: arm for name, arm in ARMS.items() if name != "plain"},
+        "arms": served,
     }
     (folder / "lock.json").write_text(json.dumps(lock), encoding="utf-8")
     return Manifest(block, folder / "lock.json", folder)
+
+
+def served(asks: Sequence[Ask], mode: str) -> list[Ask]:
+    """The requests with arms that the engine serves."""
+    return [replace(ask, arm="edit") if mode != "eager" and ask.arm == PYTHON else ask for ask in asks]
 
 
 def compiled(module: str) -> bool:
@@ -229,6 +259,8 @@ def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[in
                         x[cells] += vector
                     case "scale":
                         x[cells] *= use["coefficient"]
+                    case "python":
+                        x[rows] = 0.5 * x[rows] + np.array(positions)[rows, None]
                     case _:
                         x[cells] = vector
         out[site] = before, x

@@ -1,0 +1,67 @@
+"""The functions that ``python`` edits name, looked at without being run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+from vtaps.spec import digests
+from vtaps.spec.diagnostics import Diagnostic, nearest
+from vtaps.spec.document import Document
+from vtaps.spec.plan import EditPlan
+
+
+def check_functions(edits: Mapping[str, EditPlan], doc: Document, found: list[Diagnostic]) -> dict[str, str]:
+    """VT322 for a file or function that cannot be used; returns file → digest."""
+    known: dict[str, str] = {}
+    for name, plan in edits.items():
+        if plan.edit.python is None:
+            continue
+        file, function = plan.edit.python
+        span = doc.at(*plan.edit.where, "python")
+        path = doc.folder / Path(file).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            there = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            found.append(
+                Diagnostic("VT322", f"edit {name!r}: {file}: {reason}", span, nearest=nearest(path.name, there))
+            )
+            continue
+        known[file] = digests.of_file(path)
+        try:
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError) as error:
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            message = error.msg if isinstance(error, SyntaxError) else str(error)
+            found.append(Diagnostic("VT322", f"edit {name!r}: {file} does not parse: {message}{line}", span))
+            continue
+        functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
+        if function not in functions:
+            found.append(
+                Diagnostic(
+                    "VT322", f"edit {name!r}: {file} has no function `{function}`", span, tuple(functions),
+                    nearest(function, functions),
+                )
+            )  # fmt: skip
+        elif (wrong := _wrong_parameters(functions[function].args)) is not None:
+            found.append(
+                Diagnostic(
+                    "VT322", f"edit {name!r}: {file}:{function} {wrong}", span,
+                    note="it is called with the rows, or with the rows and where they are from: `def f(rows, at)`",
+                )
+            )  # fmt: skip
+    return known
+
+
+def _wrong_parameters(args: ast.arguments) -> str | None:
+    count = len(args.posonlyargs) + len(args.args)
+    required = count - len(args.defaults)
+    named = [a.arg for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    if named:
+        return f"needs {', '.join(named)} by name"
+    if required > 2 or (count == 0 and args.vararg is None):
+        return f"takes {count} parameters"
+    return None
