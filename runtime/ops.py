@@ -55,3 +55,14 @@ tap: Any = torch.ops.vtaps.tap.default
 
 tap_pair: Any = torch.ops.vtaps.tap_pair.default
 """The same, where a statement writes the residual too."""
+
+
+def apart(x: Tensor, residual: Tensor | None, location: int) -> None:
+    """:data:`tap` of a copy that is then written back, for an ``x`` that may be a view of what another one writes.
+
+    With auto-functionalization V1, which vLLM asks for, Inductor loses writes of two operations into views of one
+    tensor, as attention's query, key and value are; copies it keeps.
+    """
+    own = x.clone(memory_format=torch.contiguous_format)
+    tap(own, residual, location)
+    x.copy_(own)

@@ -195,7 +195,8 @@ class Session:
             return self._act
         program = self.at[self.boards.order[place.name]].program
         op: Act = ops.tap_pair if place.residual is not None and program.replaces else ops.tap
-        return op
+        # Where an alias is nothing else of the table shares its memory; a tap in a forward has a copy already.
+        return op if place.residual is not None or place.op is not None or "." not in place.name else ops.apart
 
     def _act(self, x: Tensor, residual: Tensor | None, number: int) -> None:
         """At a location that Python reaches: nothing where the step has nothing to do there."""

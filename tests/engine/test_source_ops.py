@@ -63,8 +63,8 @@ FORWARDS = re.compile(
 WHOLE = ("granitemoehybrid", "eager")
 """Here the model's own forward too: it has an augmented assignment, and no compiler in its way."""
 
-UNFILLED = re.compile(r".*\.(short_conv|mamba|\d+)\.source\.(torch_empty|torch_empty_like|ssm_output|output)_0")
-"""A tensor for a kernel to fill: what stands in it before is nobody's value."""
+UNFILLED = ("torch.empty", "torch.empty_like")
+"""They make a tensor for a kernel to fill: what stands in it before is nobody's value."""
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,13 @@ def located(tree: ModelTree, whole: bool) -> dict[str, str]:
     for path, module in tree.modules.items():
         if module.forward is None or not (FORWARDS.fullmatch(path) or (whole and path == "model")):
             continue
-        for op in tree.forwards[module.forward].ops:
+        ops = tree.forwards[module.forward].ops
+        unfilled = {op.name for op in ops if op.text in UNFILLED}
+        for op in (op for op in ops if not {op.name, op.of} & unfilled):
             for element in ("", *(f".output[{i}]" for i in range(8))):
                 text = f"{path}.source.{op.name}{element}"
                 sites, _ = locate(tree, text, Span("spec.yaml"))
-                if sites and not UNFILLED.match(text):
+                if sites:
                     (found[text],) = {site.name for site in sites}
     return found
 
