@@ -35,7 +35,10 @@ def put(module: nn.Module, places: Sequence[At], program: Program) -> None:
     compiled for, or this platform runs another body.
     """
     path = places[0].place.module
-    (where,) = {str(program.sites[at.place.name].forward) for at in places}
+    named = {str(program.sites[at.place.name].forward) for at in places}
+    where = min(named)
+    if len(named) > 1 or where not in program.forwards:
+        raise ForwardError(f"{path}: the lock names {', '.join(sorted(named))} as its forward; compile again")
     try:
         tapped = forwards.tapped(module, {str(at.place.op) for at in places})
     except (InstrumentError, SourceError) as error:
