@@ -69,11 +69,21 @@ def _acting(at: At) -> Callable[[Any], None]:
         x = value if element is None else value[element]
         if not isinstance(x, Tensor):
             raise ForwardError(f"{name}: {type(x).__name__} is computed there, not a tensor")
-        act(rows_of(x), None, number)
+        act(rows_of(x, name), None, number)
 
     return acting
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """``[rows, columns]`` of ``[rows, …]``: a view, so that what is written there is written in ``x``."""
-    return x.view(x.shape[0], -1) if x.dim() > 2 else x
+def rows_of(x: Tensor, name: str) -> Tensor:
+    """``[rows, columns]`` of ``[rows, …]``: a view, so that what is written there is written in ``x``.
+
+    Raises ForwardError, with the location's ``name``, for one that has no such view.
+    """
+    if x.dim() <= 2:
+        return x
+    for axis in range(1, x.dim() - 1):
+        # The stride of an axis of one says nothing.
+        side_by_side = x.stride(axis) == x.shape[axis + 1] * x.stride(axis + 1)
+        if not side_by_side and x.shape[axis] != 1 and x.shape[axis + 1] != 1:
+            raise ForwardError(f"{name}: {list(x.shape)} with strides {list(x.stride())} is not rows of columns")
+    return x.view(x.shape[0], -1)
