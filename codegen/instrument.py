@@ -163,6 +163,9 @@ def instrument(
     missing = set(code.co_freevars) - set(names)
     if missing:
         raise InstrumentError(f"it does not compile with taps: {', '.join(sorted(missing))} are not in its closure")
+    # Outside its class a private name (`self.__x`) is another.
+    if other := set(code.co_names) - set(function.__code__.co_names):
+        raise InstrumentError(f"it does not compile with taps: {', '.join(sorted(other))} would be other names")
     return Instrumented(function, code, text, tuple(names_of))
 
 

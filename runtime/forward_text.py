@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import io
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -18,14 +19,15 @@ from vtaps.spec.source import Forward, parse_op
 
 def file_lines(file: str) -> list[str] | None:
     """The lines of ``file``, a path below the folder of installed packages; None where there is none."""
-    found = importlib.util.find_spec(file.partition("/")[0]) if file else None
-    if found is None or found.origin is None:
-        return None
     try:
+        found = importlib.util.find_spec(file.partition("/")[0]) if file else None
+        if found is None or found.origin is None:
+            return None
         text = (Path(found.origin).parents[1] / file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    except (ImportError, OSError, ValueError):
         return None
-    return text.splitlines(keepends=True)
+    # As Python counts them: a form feed or a line separator in a string ends no line.
+    return list(io.StringIO(text))
 
 
 def source_of(forward: Forward) -> list[str] | None:
@@ -85,7 +87,7 @@ def tapped_diff(forward: Forward, ops: Collection[str]) -> list[str] | None:
     whole, own = file_lines(forward.file), source_of(forward)
     if whole is None or own is None:
         return None
-    made = instrumented_source("\n".join(own) + "\n", ops).splitlines()
+    made = instrumented_source("\n".join(own) + "\n", ops).removesuffix("\n").split("\n")
     depth = own[0][: len(own[0]) - len(own[0].lstrip())]
     # No line moves: those that say the same stay as they are, indentation and all.
     lines = [old if old.strip() == new.strip() else depth + new for old, new in zip(own, made, strict=True)]

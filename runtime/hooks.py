@@ -108,7 +108,7 @@ def _before(
                 residual = args[other_index]
         if not isinstance(x, Tensor):
             raise BlockFault(f"{place.name} ({wanted}): {place.module} has {type(x).__name__} there, not a tensor")
-        act(rows_of(x), None if residual is x else residual, number)
+        act(rows_of(x, place.name), None if residual is x else residual, number)
         return forward(*args, **kwargs)
 
     return tapped
@@ -123,7 +123,7 @@ def _after(forward: Callable[..., Any], place: Location, number: int, act: Act) 
         if not isinstance(x, Tensor):
             raise BlockFault(f"{place.name}: {place.module} has {type(x).__name__} there, not a tensor")
         residual = _element(place, other, output) if isinstance(other, int) else None
-        act(rows_of(x), None if residual is x else residual, number)
+        act(rows_of(x, place.name), None if residual is x else residual, number)
         return output
 
     return tapped

@@ -277,7 +277,9 @@ def reference(board: Board, program: LocationProgram, x: Tensor, residual: Tenso
 
 def _other(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None) -> Tensor | None:
     """The second half of the pair, after a look at both."""
-    if x.dim() != 2 or x.stride(1) != 1 or x.dtype not in _DTYPES:
+    # Rows that share memory, as those of an expanded tensor: an edit of one would be one of all.
+    shared = x.dim() == 2 and x.shape[0] > 1 and x.stride(0) < x.shape[1]
+    if x.dim() != 2 or x.stride(1) != 1 or shared or x.dtype not in _DTYPES:
         raise ValueError(f"{x.dtype} {list(x.shape)} with strides {x.stride()}: no hidden state")
     if x.shape[1] < program.first + program.width or x.shape[0] > board.rows.shape[0]:
         raise ValueError(

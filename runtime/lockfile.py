@@ -26,6 +26,7 @@ from vtaps.runtime.program import (
     SiteEntry,
 )
 from vtaps.spec.rows import Rows
+from vtaps.spec.source import parse_op
 
 MODES = ("taps", "eager")
 SITE_MODES = ("recorded", "hook", "eager")
@@ -76,7 +77,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         lens_norm=(lock.get("lens") or {}).get("norm"),
         mode=mode,
         tap_memory=(lock.get("engine") or {}).get("tap_memory"),
-        forwards=_each(lock, "forwards", lambda _, d: ForwardEntry(d["file"], d["digest"], tuple(d["ops"]))),
+        forwards=_each(lock, "forwards", _forward),
     )
     _check_names(program)
     return program
@@ -84,7 +85,10 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
 
 def _each(lock: Mapping[str, Any], section: str, parse: Callable[[str, Any], T]) -> dict[str, T]:
     out: dict[str, T] = {}
-    for name, data in (lock.get(section) or {}).items():
+    entries = lock.get(section) or {}
+    if not isinstance(entries, Mapping):
+        raise LockError(section, f"{type(entries).__name__} where a mapping was expected")
+    for name, data in entries.items():
         try:
             out[name] = parse(name, data)
         except (KeyError, TypeError, ValueError) as error:
@@ -111,6 +115,12 @@ def _site(name: str, data: Mapping[str, Any], engine: str) -> SiteEntry:
         op=data.get("op"),
         forward=data.get("forward"),
     )
+
+
+def _forward(name: str, data: Mapping[str, Any]) -> ForwardEntry:
+    for op in data["ops"]:
+        parse_op(op)
+    return ForwardEntry(str(data["file"]), str(data["digest"]), tuple(data["ops"]))
 
 
 def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:

@@ -35,7 +35,10 @@ def put(module: nn.Module, places: Sequence[At], program: Program) -> None:
     compiled for, or this platform runs another body.
     """
     path = places[0].place.module
-    (where,) = {str(program.sites[at.place.name].forward) for at in places}
+    named = {str(program.sites[at.place.name].forward) for at in places}
+    where = min(named)
+    if len(named) > 1 or where not in program.forwards:
+        raise ForwardError(f"{path}: the lock names {', '.join(sorted(named))} as its forward; compile again")
     try:
         tapped = forwards.tapped(module, {str(at.place.op) for at in places})
     except (InstrumentError, SourceError) as error:
@@ -70,7 +73,7 @@ def _acting(at: At) -> Callable[[Any], Any]:
         # alone, and Inductor loses the writes of two operations into views of one tensor where vLLM has it use
         # auto-functionalization V1.
         own = x.clone(memory_format=contiguous_format)
-        act(rows_of(own), None, number)
+        act(rows_of(own, name), None, number)
         return own if element is None else _replaced(value, element, own)
 
     return acting
@@ -87,6 +90,16 @@ def _replaced(value: Any, element: int, x: Tensor) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """``[rows, columns]`` of ``[rows, …]``: a view, so that what is written there is written in ``x``."""
-    return x.view(x.shape[0], -1) if x.dim() > 2 else x
+def rows_of(x: Tensor, name: str) -> Tensor:
+    """``[rows, columns]`` of ``[rows, …]``: a view, so that what is written there is written in ``x``.
+
+    Raises ForwardError, with the location's ``name``, for one that has no such view.
+    """
+    if x.dim() <= 2:
+        return x
+    for axis in range(1, x.dim() - 1):
+        # The stride of an axis of one says nothing.
+        side_by_side = x.stride(axis) == x.shape[axis + 1] * x.stride(axis + 1)
+        if not side_by_side and x.shape[axis] != 1 and x.shape[axis + 1] != 1:
+            raise ForwardError(f"{name}: {list(x.shape)} with strides {list(x.stride())} is not rows of columns")
+    return x.view(x.shape[0], -1)

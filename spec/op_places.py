@@ -14,7 +14,6 @@ from vtaps.spec.places import (
     columns_of,
     describe,
     heads_of,
-    is_float,
     lacks,
     never_called,
     resolve_place,
@@ -77,6 +76,9 @@ def resolve_op(tree: ModelTree, path: str, place: OpPlace) -> Site:
     width = columns_of(value)
     if width is None:
         raise Refused("VT208", f"{where} is {value_text(value)}: it {lacks(value)}", note=_ROWS_NOTE)
+    if value.dtype != tree.dtype:
+        shape = ", ".join(map(str, value.shape))
+        raise Refused("VT208", f"{where} is {value.dtype}[{shape}]: tables hold the model's dtype, {tree.dtype}")
     layer = re.search(r"\.(\d+)(?:\.|$)", path)
     return Site(
         name=where,
@@ -89,7 +91,6 @@ def resolve_op(tree: ModelTree, path: str, place: OpPlace) -> Site:
         layer=int(layer[1]) if layer else None,
         width=width,
         heads=heads_of(value),
-        editable=is_float(value),
         op=source.name,
         forward=forward.where,
     )

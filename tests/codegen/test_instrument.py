@@ -192,3 +192,14 @@ def test_every_forward_of_vllm_compiles_with_taps() -> None:
         after = [op.name for op in ops_of(text) if op.kind == "call" and not op.name.startswith("__vtaps_tap__")]
         assert before == after, where
     assert count > 500
+
+
+class Private:
+    def forward(self, x: int) -> int:
+        self.__seen = abs(x)
+        return self.__seen
+
+
+def test_a_private_name_is_not_made_another() -> None:
+    with pytest.raises(InstrumentError, match="__seen would be other names"):
+        of(Private.forward, "abs_0")

@@ -488,7 +488,15 @@ def test_tensors_of_another_form_are_refused_before_anything_is_written() -> Non
     board.set_edit(0, torch.ones(2), torch.zeros(2, dtype=torch.int32))
     program = vt.LocationProgram(0, 2, 4, (vt.Statement(vt.ZERO, 1, 0),))
     x = torch.ones(2, 6)
-    for other in (torch.ones(3, 6), torch.ones(2, 5), torch.ones(6, 2).T, x.double(), torch.ones(6)):
+    forms = (
+        torch.ones(3, 6),
+        torch.ones(2, 5),
+        torch.ones(6, 2).T,
+        torch.ones(1, 6).expand(2, 6),
+        x.double(),
+        torch.ones(6),
+    )
+    for other in forms:
         with pytest.raises(ValueError, match=r"shape|hidden state"):
             vt.run(board, program, other)
     with pytest.raises(ValueError, match="residual"):

@@ -119,7 +119,7 @@ def test_the_rotated_queries_that_mistral_scales_are_not_what_attention_multipli
     plain = tree("mistral")
     path = "model.layers.1.self_attn"
     module = plain.modules[path]
-    scaled = (*module.ops, *((name, Value("tensor", "bfloat16", ("T", 128))) for name in ("binop_mul_0", "to_0")))
+    scaled = (*module.ops, *((name, Value("tensor", "float32", ("T", 128))) for name in ("binop_mul_0", "to_0")))
     variant = replace(plain, modules=plain.modules | {path: replace(module, ops=scaled)})
 
     def names(text: str) -> list[str]:

@@ -256,10 +256,10 @@ def test_an_ambiguous_short_path_lists_the_places() -> None:
     assert "30 places" in problem.message and problem.valid[0] == "model.layers.0.mlp"
 
 
-def computing(*ops: Op, inputs: tuple[str, ...] = ()) -> ModelTree:
+def computing(*ops: Op, inputs: tuple[str, ...] = (), dtype: str = "float32") -> ModelTree:
     """Llama's tree with a module ``model.layers.1.mlp`` whose forward is ``ops``, each of ``[T, 128]``."""
     plain, path = tree("llama"), "model.layers.1.mlp"
-    value = Value("tensor", "bfloat16", ("T", 128))
+    value = Value("tensor", dtype, ("T", 128))
     module = replace(
         plain.modules[path],
         forward="a.B.forward",
@@ -303,3 +303,10 @@ def test_a_name_unpacked_from_a_name_is_its_element() -> None:
     ops = (Op("a_0", 2, "element", "pair", item=0), Op("b_0", 2, "element", "pair", item=1))
     (site,), problems = locate(computing(*ops), "model.layers.1.mlp.source.b_0", SPAN)
     assert not problems and (site.op, site.element) == ("b_0", 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int64", "bool"])
+def test_a_value_of_another_dtype_is_refused(dtype: str) -> None:
+    found, problems = locate(computing(F, dtype=dtype), "model.layers.1.mlp.source.f_0", SPAN)
+    assert not found and [p.code for p in problems] == ["VT208"]
+    assert problems[0].message.endswith(f"is {dtype}[T, 128]: tables hold the model's dtype, float32")

@@ -1,0 +1,62 @@
+"""Taps inside forwards: values that are no rows of columns, and locks made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vtaps.runtime import forward_text
+from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.program import LockError
+from vtaps.runtime.source_taps import ForwardError, rows_of
+
+
+def test_rows_of_columns_are_a_view() -> None:
+    whole = torch.zeros(5, 24)
+    halves = whole[:, :12].view(5, 3, 4)
+    rows_of(halves, "here")[2, 5] = 1
+    assert whole[2, 5] == 1 and whole.sum() == 1
+    assert rows_of(torch.zeros(5, 1, 4)[:, :, ::1], "here").shape == (5, 4)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(5, 3, 4).transpose(1, 2), torch.zeros(5, 1, 4).expand(5, 3, 4)])
+def test_what_has_no_such_view_is_refused_by_name(x: torch.Tensor) -> None:
+    with pytest.raises(ForwardError, match=r"here: \[5, \d, \d\] with strides .* is not rows of columns"):
+        rows_of(x, "here")
+
+
+FORWARD = {"file": "vllm/a.py", "digest": "sha256:0", "ops": ["1 x_0 call: f"]}
+
+
+@pytest.mark.parametrize(
+    ("forwards", "said"),
+    [
+        ([FORWARD], "forwards: list where a mapping was expected"),
+        ({"vllm.a.f": {**FORWARD, "ops": "abc"}}, "forwards.vllm.a.f: not an op: 'a'"),
+        ({"vllm.a.f": {**FORWARD, "ops": [1]}}, "forwards.vllm.a.f: "),
+        ({"vllm.a.f": None}, "forwards.vllm.a.f: "),
+    ],
+)
+def test_a_forward_of_a_lock_that_is_none_is_named(forwards: Any, said: str) -> None:
+    lock = {"lock": 1, "block": {"structure": "s", "digest": "d"}, "forwards": forwards}
+    with pytest.raises(LockError) as error:
+        parse_program(lock, Path())
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["", "..", "../x.py", "/etc/passwd", "vllm/\0x.py", "no_such_package/x.py", "None"])
+def test_a_file_that_is_no_packages_has_no_lines(file: str) -> None:
+    assert forward_text.file_lines(file) is None
+
+
+def test_lines_are_counted_as_python_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counted").mkdir()
+    (tmp_path / "counted" / "__init__.py").write_bytes(b"")
+    text = 'a = """\x0c\xe2\x80\xa8"""\r\n\x0c\r\nclass A:\r\n    def forward(self):\r\n        return 1\r\n'
+    (tmp_path / "counted" / "a.py").write_bytes(text.encode("latin-1"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = forward_text.find_text("counted.a.A.forward", "counted/a.py")
+    assert found == "    def forward(self):\n        return 1\n"
