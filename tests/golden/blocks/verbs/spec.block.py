@@ -2,7 +2,7 @@
 #     vtaps compile spec.yaml
 # spec      sha256:41532827225c8708e45cb89b7a6b230de308b7561be9d9bbbbedffcd8b69b81d
 # tree      8ddb8a2a92e0ef13d856ec29d8c0b3bb7d84fbbd8d196419b46c5b72c4a9a904 (LlamaForCausalLM)
-# structure sha256:167409ffc16bcafe574c872b73878649be6624b6385c1486539395cd4c2f789f
+# structure sha256:096c781fa0e7dcf922e446ad75bf9b869aa3779f0dee23f5fbb2f7c0f87da2b8
 # vllm      0.32.*
 """Intervention block of spec.yaml."""
 
@@ -11,7 +11,7 @@ from vtaps.runtime import block as vt
 BLOCK = vt.Block(
     spec="sha256:41532827225c8708e45cb89b7a6b230de308b7561be9d9bbbbedffcd8b69b81d",
     tree="8ddb8a2a92e0ef13d856ec29d8c0b3bb7d84fbbd8d196419b46c5b72c4a9a904",
-    structure="sha256:167409ffc16bcafe574c872b73878649be6624b6385c1486539395cd4c2f789f",
+    structure="sha256:096c781fa0e7dcf922e446ad75bf9b869aa3779f0dee23f5fbb2f7c0f87da2b8",
     vllm="0.32.*",
     architecture="LlamaForCausalLM",
 )
