@@ -31,6 +31,10 @@ class Block:
     statements: dict[int, tuple[str, str]]
 
 
+COPIED = "copied"
+"""In the structure digest of a location without an alias, which is tapped as a copy."""
+
+
 def structure(plan: Plan) -> str:
     """sha256 of what a compiled model would depend on: locations, verbs, columns, reductions, shapes, versions of
     the operations.  Scales, vectors, rows, arms and prompts are data and not in it."""
@@ -46,6 +50,8 @@ def structure(plan: Plan) -> str:
                 read = plan.reads[s.name].read
                 done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
         at: list[Any] = [site.module, site.side, site.element, site.value, site.residual, site.columns, site.width]
+        if site.alias is None:
+            at.append(COPIED)
         if site.op is not None and site.forward is not None:
             at += [site.op, plan.forwards[site.forward].digest]
         rows.append([*at, done])

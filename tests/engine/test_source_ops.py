@@ -32,13 +32,13 @@ from vtaps.spec.tree import ModelTree
 pytestmark = pytest.mark.engine
 
 BOUND = 2e-5
-"""Largest difference from the reference, of the largest value in the row."""
+"""Largest difference from the reference, of the largest value in the row; 1.4e-6 has been seen."""
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
-    "llama": (Llama, TWO_LAYERS, ("eager", "taps")),
+    "llama": (Llama, TWO_LAYERS, ("eager",)),
     "qwen3": (Qwen3, TWO_LAYERS, ("eager", "taps")),
-    "gemma3": (Gemma3, TWO_LAYERS | {"layer_types": ["sliding_attention", "full_attention"]}, ("eager", "taps")),
+    "gemma3": (Gemma3, TWO_LAYERS | {"layer_types": ["sliding_attention", "full_attention"]}, ("eager",)),
     "gpt2": (Gpt2, {"n_layer": 2}, ("eager", "taps")),
     "qwen3_moe": (Qwen3Moe, {}, ("eager", "taps")),
     "granitemoehybrid": (GraniteHybrid, {}, ("eager", "taps")),
@@ -46,7 +46,11 @@ FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
     "lfm2": (Lfm2, {}, ("taps",)),
 }
 """The forward by hand, what differs from the configuration in ``data``, and the engine modes. Two layers have every
-branch: the first has no residual yet, of a hybrid's one attends."""
+branch: the first has no residual yet, of a hybrid's one attends.
+
+A start that compiles takes longest. Llama's one op that is instrumented is in the others too, and Gemma's are views of
+the same kind as Qwen's.
+"""
 
 SHORT = [40, 75, 222, 17, 98, 113, 201]
 LONG = [7 + (i * 37) % 250 for i in range(24)]
@@ -106,6 +110,10 @@ TRIALS: dict[str, dict[str, Trial]] = {
         ),
     },
     "qwen3": {
+        "zero_q": Trial(
+            {"zero": {"at": f"{ATTENTION}.source.q_0", **ZERO}},  # the alias q[1]
+            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
+        ),
         "zero_head": Trial(
             {"zero": {"at": f"{ATTENTION}.source.q_view_0", "zero": {"heads": [1]}}},
             (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0, slice(32, 64))),),

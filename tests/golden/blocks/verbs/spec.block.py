@@ -2,7 +2,7 @@
 #     vtaps compile spec.yaml
 # spec      sha256:36d06d3b7b4cdd79f6ce3e510f7fe0d6c497a3957bd1888ca7bf6d45feaabd8c
 # tree      7922604ce1551643928598196e662618738296c65d0a049c7352c9ef3433957f (LlamaForCausalLM)
-# structure sha256:3e983b0b54a6e013a22e0ebded64e74a702a8fbfc2d786c8577d0f6fd9bb2c67
+# structure sha256:7ca9f838736f6a2d53ea07b0ab0d4daf651d38572e643827e24047d5a64c4bb8
 # vllm      0.32.*
 """Intervention block of spec.yaml."""
 
@@ -11,7 +11,7 @@ from vtaps.runtime import block as vt
 BLOCK = vt.Block(
     spec="sha256:36d06d3b7b4cdd79f6ce3e510f7fe0d6c497a3957bd1888ca7bf6d45feaabd8c",
     tree="7922604ce1551643928598196e662618738296c65d0a049c7352c9ef3433957f",
-    structure="sha256:3e983b0b54a6e013a22e0ebded64e74a702a8fbfc2d786c8577d0f6fd9bb2c67",
+    structure="sha256:7ca9f838736f6a2d53ea07b0ab0d4daf651d38572e643827e24047d5a64c4bb8",
     vllm="0.32.*",
     architecture="LlamaForCausalLM",
 )
