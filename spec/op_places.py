@@ -96,6 +96,8 @@ def resolve_op(tree: ModelTree, path: str, place: OpPlace) -> Site:
     )
 
 
+_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
 _ROWS_NOTE = "a location is a tensor with a row for each token of the step in front"
 
 
@@ -191,6 +193,12 @@ def _check(tree: ModelTree, module: Module, forward: Forward, op: Op, value: Val
             "VT208", f"the values of {module.path} are not known: {tree.architecture} does not run without data",
             note=tree.unvalued,
         )  # fmt: skip
+    if op.kind == "call" and op.text.rpartition(".")[2] in _EMPTY:
+        raise Refused("VT216", f"nothing is in {where} yet: {op.text} makes it, and what fills it comes later")
+    if not module.ops:
+        raise Refused(
+            "VT216", f"{where} has no known value: {module.cls} does not run that body here, or not with taps"
+        )
     if value is None:
         known = dict(module.ops)
         ran = tuple(o.name for o in forward.ops if o.name in known)[:SHOWN]

@@ -310,3 +310,15 @@ def test_a_value_of_another_dtype_is_refused(dtype: str) -> None:
     found, problems = locate(computing(F, dtype=dtype), "model.layers.1.mlp.source.f_0", SPAN)
     assert not found and [p.code for p in problems] == ["VT208"]
     assert problems[0].message.endswith(f"is {dtype}[T, 128]: tables hold the model's dtype, float32")
+
+
+def test_what_nothing_is_in_yet_is_refused() -> None:
+    diagnostic = refused("model.layers.1.self_attn.attn.source.output_0", "llama")
+    assert diagnostic.code == "VT216"
+    assert diagnostic.message.startswith("nothing is in model.layers.1.self_attn.attn.source.torch_empty_0 yet")
+
+
+def test_a_body_that_is_not_run_is_not_called_a_branch() -> None:
+    norm = tree("llama").forwards[str(tree("llama").modules["model.norm"].forward)]
+    diagnostic = refused(f"model.norm.source.{norm.ops[0].name}", "llama")
+    assert diagnostic.code == "VT216" and "RMSNorm does not run that body here" in diagnostic.message
