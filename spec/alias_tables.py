@@ -191,16 +191,6 @@ _GPT2 = Table(
     },
 )
 
-# Not proved against Hugging Face, but run by the very forwards of a row that is: Ernie, Phi-3 and TeleChat2 by Llama's,
-# the first Gemma by Llama's layers below a scaled embedding, RNJ-1 by copies of Gemma's.
-_BY_THE_SAME_FORWARDS: dict[str, Table] = {
-    "Ernie4_5ForCausalLM": _LLAMA,
-    "GemmaForCausalLM": _SCALED,
-    "Phi3ForCausalLM": _LLAMA,
-    "Rnj1ForCausalLM": _GEMMA,
-    "TeleChat2ForCausalLM": _LLAMA,
-}
-
 TABLES: dict[str, Table] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
@@ -209,7 +199,9 @@ TABLES: dict[str, Table] = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "GPT2LMHeadModel": _GPT2,
-    **_BY_THE_SAME_FORWARDS,
+    "Ernie4_5ForCausalLM": _LLAMA,
+    "GemmaForCausalLM": _SCALED,
+    "Phi3ForCausalLM": _LLAMA,
 }
 
 ALIASES = (

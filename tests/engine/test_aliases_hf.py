@@ -21,6 +21,8 @@ from vtaps.spec.tree import ModelTree, Site
 
 pytestmark = pytest.mark.engine
 
+MORE = ("gemma", "phi3", "ernie4_5")
+"""Families whose forwards are those of others: no other test serves them."""
 TREES = Path(__file__).parent.parent / "data" / "trees"
 PROMPT = [7 + (i * 37) % 250 for i in range(24)]  # longer than the sliding windows of 16
 LAYERS = 4
@@ -143,7 +145,7 @@ def reference(family: str, folder: Path) -> tuple[dict[tuple[str, int | None], A
             entry("mlp_post", i, layer.mlp.c_proj)
     else:
         trunk = model.model
-        gemma = family.startswith("gemma")
+        gemma = family in ("gemma2", "gemma3")
         output("final_norm", None, trunk.norm)
         for i, layer in enumerate(trunk.layers):
             entry("resid_pre", i, layer)
@@ -154,7 +156,9 @@ def reference(family: str, folder: Path) -> tuple[dict[tuple[str, int | None], A
             output("ln2", i, norm)
             output("attn_out", i, layer.post_attention_layernorm if gemma else layer.self_attn)
             output("mlp_out", i, layer.post_feedforward_layernorm if gemma else layer.mlp)
-            for name in "qkv":
+            if family == "phi3":
+                output("qkv", i, layer.self_attn.qkv_proj)
+            for name in "qkv" if family != "phi3" else "":
                 output(name, i, getattr(layer.self_attn, f"{name}_proj"))
             entry("z", i, layer.self_attn.o_proj)
             entry("mlp_post", i, layer.mlp.down_proj)
@@ -162,7 +166,10 @@ def reference(family: str, folder: Path) -> tuple[dict[tuple[str, int | None], A
         done = model(torch.tensor([PROMPT]), output_hidden_states=True)
     for i in range(LAYERS):
         if (fused := found.pop(("qkv", i), None)) is not None:
-            found["q", i], found["k", i], found["v", i] = fused.chunk(3, dim=-1)
+            size = model.config
+            sizes = [size.num_attention_heads, *2 * [getattr(size, "num_key_value_heads", size.num_attention_heads)]]
+            width = fused.shape[-1] // sum(sizes)
+            found["q", i], found["k", i], found["v", i] = fused.split([n * width for n in sizes], dim=-1)
     # The embedding as the weights say it: Gemma's module in Hugging Face may hold the scaling too.
     found["embed", None] = model.get_input_embeddings().weight[torch.tensor(PROMPT)].detach()
     return found, [h[0] for h in done.hidden_states]
@@ -195,14 +202,18 @@ class rotated:
             self.module.apply_rotary_pos_emb = self.original  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, *MORE))
 def run(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelTree, Any, Any]]:
     """The family, its tree, and what the hooks kept: copies, and the tensors themselves."""
     family = request.param
     tree = read_tree(TREES / f"{family}.json")
-    environment = pytest.MonkeyPatch()
-    for name, value in ENVIRONMENT.items():
-        environment.setenv(name, value)
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in ENVIRONMENT.items():
+            environment.setenv(name, value)
+        yield from serve(family, tree)
+
+
+def serve(family: str, tree: ModelTree) -> Iterator[tuple[str, ModelTree, Any, Any]]:
     llm = engine(tiny(family))
     places = {(site.module, site.side) for _, _, site in wanted(tree)} | {
         (p[0], p[1]) for _, _, spelled in spellings(tree) for p in spelled
@@ -220,7 +231,6 @@ def run(request: pytest.FixtureRequest) -> Iterator[tuple[str, ModelTree, Any, A
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
-    environment.undo()
 
 
 def spellings(tree: ModelTree) -> list[tuple[str, int, list[tuple[str, str, int | str | None]]]]:
@@ -229,7 +239,7 @@ def spellings(tree: ModelTree) -> list[tuple[str, int, list[tuple[str, str, int 
     for alias, rule in TABLES[tree.architecture].rules.items():
         for layer in (0, 2):
             places = []
-            for text in (rule.at, *rule.same):
+            for text in (t for t in (rule.at, *rule.same) if ".source." not in t):
                 if alias == "resid_pre" and layer > 0:
                     continue
                 module, side, name = aliases.split(text.format(i=layer))
