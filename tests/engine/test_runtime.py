@@ -359,7 +359,7 @@ def test_a_vector_of_nan_on_an_idle_arm_changes_nothing(engine: Engine) -> None:
     before = serve(engine, *requests)
 
     def vectors(worker: Any) -> list[Any]:
-        board, program = worker.vtaps_session.boards.find("resid_post[1]")
+        board, program, _ = worker.vtaps_session.boards.find("resid_post[1]")
         addresses = [int(board.descriptors[s.descriptor, 2]) for s in program.statements if s.code in (ADD, SET)]
         return [board.tensors[address] for address in addresses]
 
