@@ -48,8 +48,8 @@ FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
 """The forward by hand, what differs from the configuration in ``data``, and the engine modes. Two layers have every
 branch: the first has no residual yet, of a hybrid's one attends.
 
-A start that compiles takes longest. Llama's one op that is instrumented is in the others too, and Gemma's are views of
-the same kind as Qwen's.
+A start that compiles takes longest. Llama has no op that is instrumented, and Gemma's are views of the same kind as
+Qwen's.
 """
 
 SHORT = [40, 75, 222, 17, 98, 113, 201]
@@ -63,6 +63,9 @@ FORWARDS = re.compile(
     r"(\.(self_attn|attn|mlp|feed_forward|block_sparse_moe|shared_mlp|short_conv|mamba))?"
 )
 """The modules whose ops are read: decoder layers and the attention, MLP, block of experts or mixer in them."""
+
+NAMED = ("llama", "gpt2")
+"""Each value in these forwards has an alias or is a module's: none of them is instrumented."""
 
 WHOLE = ("granitemoehybrid", "eager")
 """Here the model's own forward too: it has an augmented assignment, and no compiler in its way."""
@@ -130,8 +133,7 @@ TRIALS: dict[str, dict[str, Trial]] = {
             {"scale": {"at": "transformer.h.1.source.binop_add_0", "scale": {"by": -0.5}}},
             (ByHand("transformer.h.1.ln_2", "input", scaled(-0.5)),),
         ),
-        # The module around it acts before its ops and after them; each order of two gives another value.
-        # ``residual_0`` is ``hidden_states`` by another name: what the norm is given stays as it is.
+        # Two names of what goes in, two of what comes out; each order of two gives another value.
         "around": Trial(
             {
                 "scale_before": {"at": "transformer.h.0.input.hidden_states", "scale": {"by": 2.0}},
@@ -141,7 +143,6 @@ TRIALS: dict[str, dict[str, Trial]] = {
             },
             (
                 ByHand("transformer.h.0", "input", lambda x: x * 2.0 + torch.from_numpy(PUSH)),
-                ByHand("transformer.h.0.ln_1", "argument", lambda x: x - torch.from_numpy(PUSH)),
                 ByHand("transformer.h.0", "output", lambda x: x * -3.0 + torch.from_numpy(PUSH)),
             ),
         ),
@@ -310,6 +311,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Served:
+    family: str
     run: Run
     reference: Reference
     named: dict[str, str]
@@ -339,7 +341,7 @@ def served(
     named = located(reference.tree, (family, mode) == WHOLE)
     run = run_spec(spec_of(family, mode, named, folder), folder)
     assert {site["mode"] for site in run.lock["sites"].values()} == {"recorded" if mode == "taps" else mode}
-    return Served(run, reference, named, trials_of(family, mode))
+    return Served(family, run, reference, named, trials_of(family, mode))
 
 
 def off(found: Any, wanted: Any) -> float:
@@ -357,7 +359,7 @@ def greedy(logits: Floats, case: Case) -> tuple[int, ...]:
 
 def test_every_op_equals_the_forward_by_hand(served: Served) -> None:
     run, named = served.run, served.named
-    assert any(".source." in site for site in named.values()), "no forward is instrumented, which proves little"
+    assert any(".source." in site for site in named.values()) == (served.family not in NAMED)
     sites = {site: read for read in run.result.reads if read != "last" for site in run.sites(read)}
     assert set(sites) == set(named.values())
     whole = "model.source." in " ".join(named)
