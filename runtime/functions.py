@@ -7,9 +7,7 @@ residual pair the sum), and says what stands there instead: a tensor of the same
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vtaps.runtime.fills import Fill
+from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import LocationProgram
 from vtaps.runtime.program import LockError, Program, SiteEntry
 from vtaps.spec import digests
@@ -140,13 +139,7 @@ def _import(entry: str, path: Path, digest: str | None) -> Any:
         raise LockError(entry, f"{path.name}: {error.strerror}") from error
     if digest is not None and digests.of_bytes(content) != digest:
         raise LockError(entry, f"{path.name} changed since compile: its digest is {digests.of_bytes(content)}")
-    spec = importlib.util.spec_from_file_location(f"vtaps_python_{digests.of_bytes(content)[7:23]}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        return import_file(f"vtaps_python_{digests.of_bytes(content)[7:23]}", path)
     except Exception as error:
-        del sys.modules[spec.name]
         raise LockError(entry, f"{path.name} cannot be imported: {type(error).__name__}: {error}") from error
-    return module

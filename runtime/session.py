@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
+from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import Board, LocationProgram
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.live import Batch, RequestKey, Scheduled
@@ -74,15 +74,7 @@ def import_block(path: Path, digest: str) -> Block:
         raise LockError("block.digest", f"{path.name} is not the block that was locked; compile again")
     name = f"vtaps_block_{digest.removeprefix('sha256:')[:16]}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
+        import_file(name, path)
     block = getattr(sys.modules[name], "BLOCK", None)
     if not isinstance(block, Block):
         raise LockError("block", f"{path.name} defines no BLOCK")
