@@ -20,9 +20,12 @@ from vtaps.runtime.block import Block, Location, Note
 from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.kernels import (
     ADD,
+    ADD_KEEP,
+    CLAMP,
     KEEP,
     KEEP32,
     LIVE,
+    PROJECT_OUT,
     PROOF,
     SCALE,
     SET,
@@ -38,8 +41,9 @@ from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
 from vtaps.spec.slots import slot_count
+from vtaps.spec.vectors import VectorError, directions
 
-CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}
+CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP}
 
 
 @dataclass
@@ -212,22 +216,39 @@ class Boards:
         order = program.vectors_of[note.name] if edit.verb in USES_VECTOR else ()
         coefficients = np.zeros(len(uses) + 1, np.float32)
         index = np.full(len(uses) + 1, -1, np.int32)
+        bounds = np.zeros((2, len(uses) + 1), np.float32)
         used: dict[str, int] = {}
         for use, number in uses.items():
             coefficients[number] = 1.0 if use.coefficient is None else use.coefficient
+            bounds[:, number] = (-np.inf if use.low is None else use.low, np.inf if use.high is None else use.high)
             if site.name in use.sites:
                 index[number] = used.setdefault(use.vector, len(used)) if use.vector in order and use.vector else 0
         vectors = None
-        if used:
-            vectors = self._put(np.stack([program.load_vector(name, site) for name in used]).astype(np.float32))
+        if used or (edit.vectors and (index >= 0).any()):
+            vectors = self._put(self._vectors(note, site, tuple(str(name) for name in used)))
         mask = None
         if note.columns is not None:
             chosen = np.zeros(site.width, np.uint8)
             for a, b in note.columns:
                 chosen[a:b] = 1
             mask = self._put(chosen)
-        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask)
-        return Statement(CODES[edit.verb], column, row, mask is not None)
+        limits = self._put(bounds) if edit.verb == "clamp" else None
+        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits)
+        code = ADD_KEEP if note.keep_norm else CODES[edit.verb]
+        return Statement(code, column, row, mask is not None, max(1, len(edit.vectors)))
+
+    def _vectors(self, note: Note, site: SiteEntry, used: tuple[str, ...]) -> Any:
+        """float32 ``[n, width]``: the vectors that points name, or the directions of the edit."""
+        edit, names = self.program.edits[note.name], used or self.program.edits[note.name].vectors
+        loaded = [self.program.load_vector(name, site) for name in names]
+        if edit.verb not in ("project_out", "clamp"):
+            return np.stack(loaded).astype(np.float32)
+        try:
+            if edit.verb == "project_out":
+                return directions(loaded, names, note.columns)
+            return np.concatenate([directions([v], [n], note.columns) for v, n in zip(loaded, names, strict=True)])
+        except VectorError as error:
+            raise LockError(f"edits.{note.name}", f"{error.message} (at {site.name})") from error
 
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
