@@ -89,7 +89,10 @@ class Places:
         for number, slab in enumerate(self.slabs):
             mine = np.flatnonzero((which == number) & inside)
             if len(mine):
-                slab.put(at[mine], {name: array[mine] for name, array in fields.items()})
+                # Neighbours are a view: an index would copy them first.
+                alone = mine[-1] - mine[0] + 1 == len(mine)
+                some: Any = slice(int(mine[0]), int(mine[-1]) + 1) if alone else mine
+                slab.put(at[some], {name: array[some] for name, array in fields.items()})
 
 
 def places(fill: Fill, sites: tuple[str, ...], dtype: str, size: int, spool: Spool) -> Places:
