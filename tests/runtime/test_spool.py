@@ -329,6 +329,7 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
     made = object.__new__(harvest.Harvest)
     made._stream, made._thread, made._failed = Stream(), None, None
     made._sent = made._sorted = made._on_way = 0
+    made._first = harvest.deque()
     made._loads, made._arrived = harvest.queue.SimpleQueue(), threading.Condition()
     go, most = threading.Semaphore(0), 0
 
@@ -337,7 +338,7 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
 
     def send() -> None:
         for _ in range(10):
-            made._send([torch.zeros(10)], deliver, None)  # 40 bytes
+            made._send([torch.zeros(10)], deliver, None, 1)  # 40 bytes
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -353,7 +354,7 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
     def fail(_: Any) -> None:
         raise SpoolError("the disk is full")
 
-    made._send([torch.zeros(10)], fail, None)
+    made._send([torch.zeros(10)], fail, None, 1)
     made.close()
     with pytest.raises(SpoolError, match="the disk is full"):
-        made._send([torch.zeros(10)], fail, None)
+        made._send([torch.zeros(10)], fail, None, 1)
