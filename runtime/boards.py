@@ -257,7 +257,7 @@ class Boards:
                 f"read {ring.read}: a step selects {count} rows and there are {ring.slots} slots; lower "
                 "max_num_batched_tokens or run the requests that the lock was made for"
             )
-        ring.slots, ring.head = slot_count(count, ring.bytes // ring.slots), 0
+        ring.slots, ring.head = slot_count(count, ring.row_bytes), 0
         ring.groups = [
             (sites, torch.zeros((ring.slots, *memory.shape[1:]), dtype=memory.dtype, device=self.device))
             for sites, memory in ring.groups

@@ -148,11 +148,12 @@ class Harvest:
             self._events.put(step)
         for taken in list(self._open):
             ring = taken.ring
-            rows = sum(t.repeats * t.count for t in (*self._waiting.get(ring.key, ()), taken))
-            sites = sum(len(s) for s, _ in ring.groups)
-            enough = (
-                rows * sites >= LENS_ROWS if ring.kind == "lens" else rows * ring.bytes >= GATHERED_BYTES * ring.slots
-            )
+            rows = taken.repeats * taken.count
+            rows += sum(t.repeats * t.count for t in self._waiting.get(ring.key, ()))
+            if ring.kind == "lens":
+                enough = rows * ring.sites >= LENS_ROWS
+            else:
+                enough = rows * ring.row_bytes >= GATHERED_BYTES
             if enough or 2 * rows >= ring.slots:
                 self._flush(ring)
 

@@ -104,11 +104,13 @@ class Places:
         self.pieces.append(positions)
         self.count += len(positions)
 
-    def all(self) -> Ints:
-        """A new array."""
+    def below(self, stop: int) -> Ints:
+        """A new array of the positions below ``stop``."""
         if len(self.pieces) == 1 and isinstance(only := self.pieces[0], tuple):
-            return np.arange(*only, dtype=np.int64)
-        return np.concatenate([np.arange(*p, dtype=np.int64) if isinstance(p, tuple) else p for p in self.pieces])
+            return np.arange(only[0], min(only[1], stop))
+        found = np.concatenate([np.arange(*p) if isinstance(p, tuple) else p for p in self.pieces])
+        below: Ints = found[: np.searchsorted(found, stop)]
+        return below
 
 
 @dataclass
@@ -145,10 +147,10 @@ class Live:
     calm: Interval = (0, 0)
     chosen: Chosen = NOTHING
 
-    def positions(self, read: str, sampled: bool) -> Ints:
-        """All that it has taken for ``read``, in order."""
+    def positions(self, read: str, sampled: bool, stop: int) -> Ints:
+        """What it has taken for ``read`` below the position ``stop``, in order."""
         places = self.places.get((read, sampled))
-        return places.all() if places is not None else np.empty(0, np.int64)
+        return places.below(stop) if places is not None else np.empty(0, np.int64)
 
     def step_of(self, position: int) -> int:
         """The number of the last step that may have computed ``position``."""

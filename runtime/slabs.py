@@ -56,13 +56,12 @@ class OnSlab:
 
     def read(self, name: str, sites: tuple[str, ...], stop: int, live: Live) -> Kept | None:
         """The rows at the positions below ``stop``, for good; None where there are none."""
-        positions = live.positions(name, self.sampled)
-        count = int(np.searchsorted(positions, stop))
-        if not count:
+        positions = live.positions(name, self.sampled, stop)
+        if not (count := len(positions)):
             return None
         dtype = self.dtype if "rows" in self.slab.fields else "float32"
         rows = slice(self.start, self.start + count)
-        return Kept(name, sites, positions[:count], {n: a[rows] for n, a in self.slab.fields.items()}, dtype)
+        return Kept(name, sites, positions, {n: a[rows] for n, a in self.slab.fields.items()}, dtype)
 
 
 @dataclass(frozen=True)
