@@ -25,7 +25,7 @@ SLAB_BYTES = 64 << 20
 
 
 class Slab:
-    """Fields ``[rows, sites, …]``, asked for at once and given by the system as they are written."""
+    """Fields ``[rows, sites, …]``, each asked for at once."""
 
     def __init__(self, spool: Spool, rows: int) -> None:
         self._spool, self._rows = spool, rows
@@ -38,9 +38,9 @@ class Slab:
             where = slice(int(at[0]), int(at[-1]) + 1)
         for name, rows in fields.items():
             if name not in self.fields:
-                made = self.fields[name] = np.empty((self._rows, *rows.shape[1:]), rows.dtype)
+                made = self.fields[name] = self._spool.array((self._rows, *rows.shape[1:]), rows.dtype)
                 self._spool.count(made.nbytes)
-                weakref.finalize(made, self._spool.free, made.nbytes).atexit = False
+                weakref.finalize(made.base, self._spool.free, made.nbytes).atexit = False
             self.fields[name][where] = rows
 
 

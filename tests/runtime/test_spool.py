@@ -358,3 +358,38 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
     made.close()
     with pytest.raises(SpoolError, match="the disk is full"):
         made._send([torch.zeros(10)], fail, None, 1)
+
+
+@pytest.mark.parametrize(
+    "show", [lambda a: a, lambda a: a[3:4, 1], lambda a: pytest.importorskip("torch").from_numpy(a)[2:], memoryview]
+)
+def test_memory_is_used_again_once_nobody_shows_it(show: Any) -> None:
+    spool = Spool()
+    made = spool.array((6, 2), np.dtype(np.float32))
+    made[:] = 7
+    shown, where = show(made), made.ctypes.data
+    del made
+    gc.collect()
+    other = spool.array((6, 2), np.dtype(np.float32))
+    other[:] = 9
+    assert other.ctypes.data != where and np.all(np.asarray(shown) == 7)
+    del shown
+    gc.collect()
+    assert spool.array((3, 2), np.dtype(np.float64)).ctypes.data == where
+
+
+def test_little_memory_is_kept_for_the_next_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spools, "REUSED", 100)
+    kind = np.dtype(np.uint8)
+
+    def kept(spool: Spool, *sizes: int) -> list[int]:
+        made = [spool.array((size,), kind) for size in sizes]
+        del made
+        return sorted(memory.nbytes for memory in spool._unused)
+
+    assert kept(Spool(), 101, 100, 50) == [50, 100]
+    assert len(kept(Spool(), *[10] * 20)) == spools.REUSED_ARRAYS
+    assert kept(Spool(memory=1700), 80, 80, 80) == [80, 80]  # an eighth
+    assert kept(Spool(memory=700), 80) == []
+    spool = Spool()
+    assert kept(spool, 80) == [80] and kept(spool, 60) == [60, 80] and kept(spool, 70) == [60, 80]
