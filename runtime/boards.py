@@ -37,6 +37,7 @@ from vtaps.runtime.kernels import (
     sentinel,
 )  # fmt: skip
 from vtaps.runtime.live import TableError
+from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
@@ -51,7 +52,7 @@ class Axis:
     """The board of all locations whose tensors have a row a token, or a row a request.
 
     ``parts``: what a location does, in order, where that is more than its one launch: launches, and the names of edits
-    that Python makes in between.
+    that Python makes in between.  ``upload`` (None: the board's table is ``host``) brings the table to the device.
     """
 
     board: Board
@@ -60,6 +61,7 @@ class Axis:
     rings: dict[str, Ring]
     locations: dict[str, LocationProgram] = field(default_factory=dict)
     parts: dict[str, tuple[LocationProgram | str, ...]] = field(default_factory=dict)
+    upload: Upload | None = None
     dirty: int = 0
 
     def write(self, edits: Iterable[Fill], reads: Iterable[tuple[Fill, int]]) -> None:
@@ -81,7 +83,11 @@ class Axis:
         """The same rows as in the last step, with other slots."""
         moved = False
         for fill, start in reads:
-            self.host[fill.rows, self.columns["read", fill.name]] = np.arange(start + 1, start + 1 + len(fill.rows))
+            column = self.columns["read", fill.name]
+            if len(fill.rows) == 1:
+                self.host[fill.rows[0], column] = start + 1
+            else:
+                self.host[fill.rows, column] = np.arange(start + 1, start + 1 + len(fill.rows))
             moved = True
         if moved:
             self._upload(self.dirty)
@@ -93,12 +99,8 @@ class Axis:
             self.dirty = 0
 
     def _upload(self, count: int) -> None:
-        table = self.board.rows
-        if table.device.type == "cuda" and count:
-            # Pinned memory of its own for every step: the copy of the last one may still be under way.
-            staged = torch.empty((count, table.shape[1]), dtype=table.dtype, pin_memory=True)
-            staged.copy_(torch.from_numpy(self.host[:count]))
-            table[:count].copy_(staged, non_blocking=True)
+        if self.upload is not None and count:
+            self.upload.send(count)
 
 
 class Boards:
@@ -177,7 +179,7 @@ class Boards:
             for kind, name in columns
             if kind == "read"
         }
-        axis = Axis(board, host, columns, rings)
+        axis = Axis(board, host, columns, rings, upload=None if on_cpu else Upload(host, table))
         row = 0
         for name, notes in mine.items():
             site = program.sites[name]
@@ -276,7 +278,7 @@ class Boards:
                 f"read {ring.read}: a step selects {count} rows and there are {ring.slots} slots; lower "
                 "max_num_batched_tokens or run the requests that the lock was made for"
             )
-        ring.slots, ring.head = slot_count(count, ring.bytes // ring.slots), 0
+        ring.slots, ring.head = slot_count(count, ring.row_bytes), 0
         ring.groups = [
             (sites, torch.zeros((ring.slots, *memory.shape[1:]), dtype=memory.dtype, device=self.device))
             for sites, memory in ring.groups
