@@ -2,7 +2,8 @@
 
 They name a location by number and find their tables through :func:`serve`, so that a compiled model holds no address
 of ours: one that comes back from a compile cache looks its tables up like a fresh one.  Both declare what they write,
-a read its own operand: an operation that writes nothing would be removed as dead code.
+a read its own operand, and that they do more than that: a compiler removes an operation that writes nothing, or nothing
+that anyone goes on with.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
-VERSION = 1
-"""Counts changes of what a compiled model calls: part of the structure digest."""
+VERSION = 2
+"""Counts changes of what a compiled model calls: in the operations' names, and so in every compile cache's key."""
 
 Run = Callable[[int, Tensor, "Tensor | None"], None]
 
 _LIBRARY = torch.library.Library("vtaps", "DEF")
-_LIBRARY.define("tap(Tensor(a!) x, Tensor? residual, int location) -> ()")
-_LIBRARY.define("tap_pair(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
+_TAP, _TAP_PAIR = f"tap_v{VERSION}", f"tap_pair_v{VERSION}"
+_LIBRARY.define(f"{_TAP}(Tensor(a!) x, Tensor? residual, int location) -> ()")
+_LIBRARY.define(f"{_TAP_PAIR}(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
 
 _serving: list[Run] = []
 
@@ -45,15 +48,17 @@ def _fake(x: Tensor, residual: Tensor | None, location: int) -> None:
     return None
 
 
-for _name in ("tap", "tap_pair"):
+for _name in (_TAP, _TAP_PAIR):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _tap, _key)
     torch.library.register_fake(f"vtaps::{_name}", _fake, lib=_LIBRARY)
+    # Functionalization puts a copy where the operand was, and nothing may go on with the copy.
+    has_side_effect(getattr(torch.ops.vtaps, _name).default)
 
-tap: Any = torch.ops.vtaps.tap.default
+tap: Any = getattr(torch.ops.vtaps, _TAP).default
 """Edits and reads of ``x`` ``[rows, width]`` in place; ``residual`` is only read."""
 
-tap_pair: Any = torch.ops.vtaps.tap_pair.default
+tap_pair: Any = getattr(torch.ops.vtaps, _TAP_PAIR).default
 """The same, where a statement writes the residual too."""
 
 
