@@ -40,7 +40,7 @@ def child(out: str, structure: str, first: float) -> None:
     define_what_a_cpu_lacks()
     model = build(CompilationMode.VLLM_COMPILE, structure)
     tap_all(model)
-    with serve({number: first + number for number in range(4)}) as called:
+    with serve({number: first + number for number in range(5)}) as called:
         found = {path: x.tolist() for path, x in outputs(model, rows_of(3)).items()}
     Path(out).write_text(json.dumps({"outputs": found, "called": called, "compiled": compiled()}), encoding="utf-8")
 
@@ -68,11 +68,11 @@ def test_a_compiled_model_from_the_cache_has_the_taps_of_its_module(
 ) -> None:
     """Modules of one class share name and line, which is all that vLLM's key knows of a forward."""
     first = STARTS[name][1]
-    added = {number: first + number for number in range(4)}
+    added = {number: first + number for number in range(5)}
     x = rows_of(3)
     for path, found in starts[name]["outputs"].items():
         assert torch.equal(torch.tensor(found), expected(path, x, added)), path
-    assert starts[name]["called"] == [0, 1, 2, 3]
+    assert starts[name]["called"] == [0, 1, 2, 3, 4]
 
 
 def test_other_numbers_trace_and_compile_nothing(starts: dict[str, dict[str, Any]]) -> None:

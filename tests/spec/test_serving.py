@@ -184,6 +184,18 @@ def test_auto_takes_taps(checked) -> None:  # type: ignore[no-untyped-def]
     assert lock["reads"]["stream"]["step_rows"] == 1
 
 
+def test_auto_takes_taps_for_the_compiled_module_s_own_forward(checked) -> None:  # type: ignore[no-untyped-def]
+    at = "model.source.hidden_states_2"
+    plan = checked("{}", at, "granitemoehybrid").plan
+    assert (plan.mode, [p.mode for p in plan.locations]) == ("taps", ["recorded"])
+    lock = compile_plan(plan)[0].lock
+    (forward,) = lock["forwards"]
+    assert forward.endswith("GraniteMoeHybridModel.forward")
+    assert lock["sites"][f"{at}.output"]["forward"] == forward
+    other = compile_plan(checked("{}", "model.source.self_embed_input_ids_0", "granitemoehybrid").plan)[0]
+    assert other.lock["block"]["structure"] != lock["block"]["structure"]
+
+
 def test_auto_falls_back_and_says_why(checked) -> None:  # type: ignore[no-untyped-def]
     result = checked("{}", "transformer.blocks[0, 1].output", "dbrx")
     assert result.diagnostics == []
