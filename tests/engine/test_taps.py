@@ -52,7 +52,7 @@ PLACES = {
     # In the forward of the compiled model itself: Granite multiplies its embedding there.
     "inside": Places(
         "granitemoehybrid", "model.source.hidden_states_2.output", "model.norm.output",
-        "model.source.self_embed_input_ids_0.output", "model.layers.1.mamba.output",
+        "model.source.self_embed_input_ids_0.output", "model.layers.1.shared_mlp.output",
     ),
 }  # fmt: skip
 CHANGES: dict[str, dict[str, str]] = {
