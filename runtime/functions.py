@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +75,23 @@ class Function:
         return str(self.call.__code__.co_filename)
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """The rows of a plan's fill at one location: the same in each of its steps, ``shift`` positions later."""
+
+    fill: weakref.ref[Fill]
+    rows: Tensor
+    positions: npt.NDArray[np.int64]
+    requests: tuple[str, ...]
+
+
 class Functions:
     """The functions of a program's edits, each file imported once.  Raises LockError."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._of: dict[str, Function] = {}
+        self._chosen: dict[tuple[str, str], _Chosen] = {}
         modules: dict[str, Any] = {}
         for name, edit in program.edits.items():
             if edit.python is None:
@@ -113,23 +125,33 @@ class Functions:
         fill = next((f for f in fills if f.name == edit), None)
         if fill is None or fill.points is None:
             return
-        # A sweep may turn the edit off at some of its locations.
-        active = [number for use, number in self._program.uses_of[edit].items() if site.name in use.sites]
-        chosen = np.isin(fill.points, active)
-        if not chosen.any():
+        known = self._chosen.get((edit, site.name))
+        if known is None or known.fill() is not fill:
+            known = self._chosen[edit, site.name] = self._choose(edit, fill, site.name, x.device)
+        rows = known.rows
+        if not len(rows):
             return
-        owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
-        keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
-        rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen])).to(x.device)
         cut = slice(place.first, place.first + place.width)
         hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
         stream = hidden.index_select(0, rows)
         if rest is not None:
             stream = (stream.float() + rest.index_select(0, rows).float()).to(x.dtype)
-        at = At(site.name, site.layer, fill.positions[chosen] + shift, keys)
+        at = At(site.name, site.layer, known.positions + shift, known.requests)
         hidden.index_copy_(0, rows, self._of[edit](stream, at))
         if rest is not None:
             rest.index_fill_(0, rows, 0.0)
+
+    def _choose(self, edit: str, fill: Fill, site: str, device: torch.device) -> _Chosen:
+        # A sweep may turn the edit off at some of its locations.
+        active = [number for use, number in self._program.uses_of[edit].items() if site in use.sites]
+        chosen = np.isin(fill.points, active) if fill.points is not None else np.zeros(len(fill.rows), bool)
+        owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
+        rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen]))
+        if device.type == "cuda":
+            # From other memory the copy would wait for the device.
+            rows = rows.pin_memory().to(device, non_blocking=True)
+        keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
+        return _Chosen(weakref.ref(fill), rows, fill.positions[chosen], keys)
 
 
 def _import(entry: str, path: Path, digest: str | None) -> Any:

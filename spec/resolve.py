@@ -71,7 +71,6 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
     functions = {name: ":".join(p.edit.python) for name, p in edits.items() if p.edit.python is not None}
-    found += _need_eager(spec, functions, doc)
     mode, reason, locations = choose(spec.engine, context.compiled, locations, functions)
     check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
@@ -151,20 +150,6 @@ def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Dia
             note="`mode: eager` serves it; `mode: auto` takes eager by itself where it must",
         )
     ]
-
-
-def _need_eager(spec: Spec, functions: Mapping[str, str], doc: Document) -> list[Diagnostic]:
-    """VT209 where the taps engine, asked for by name, would have to run Python."""
-    if spec.engine.mode != "taps":
-        return []
-    note = "`mode: eager` serves it; `mode: auto` takes eager by itself where it must"
-    return [
-        Diagnostic(
-            "VT209", f"{function} runs in Python, which no tap does", doc.at(*spec.edits[name].where, "python"),
-            note=note,
-        )
-        for name, function in functions.items()
-    ]  # fmt: skip
 
 
 def _against_taps(spec: Spec, doc: Document) -> list[Diagnostic]:

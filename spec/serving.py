@@ -1,4 +1,5 @@
-"""How a location is served: recorded inside the compiled model, by a hook after it, or by the eager engine."""
+"""How a location is served: recorded inside the compiled model, at a break of it, by a hook after it, or by the eager
+engine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Literal, cast
 from vtaps.spec import engine_args
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.aliases import table_of
-from vtaps.spec.plan import EngineMode, LocationPlan
+from vtaps.spec.plan import EngineMode, LocationPlan, SiteMode
 from vtaps.spec.spec import EngineRef
 from vtaps.spec.tree import ModelTree, Site
 
@@ -101,7 +102,13 @@ def choose(
     mode, reason = _mode(engine, compiled, places, functions)
     if mode == "eager":
         return mode, reason, tuple(replace(p, mode="eager") for p in places)
-    return mode, reason, tuple(replace(p, mode=compiled.tap(p.site) or "eager") for p in places)
+    return mode, reason, tuple(replace(p, mode=_served(p, compiled, functions)) for p in places)
+
+
+def _served(place: LocationPlan, compiled: Compiled, functions: Mapping[str, str]) -> SiteMode:
+    tap = compiled.tap(place.site)
+    python = any(s.kind == "edit" and s.name in functions for s in place.statements)
+    return "break" if tap == "recorded" and python else tap or "eager"
 
 
 def _mode(
@@ -109,10 +116,6 @@ def _mode(
 ) -> tuple[EngineMode, str]:
     if engine.mode != "auto":
         return cast(EngineMode, engine.mode), ASKED
-    listed = {s.name for p in places for s in p.statements if s.kind == "edit"}
-    python = next((f"edits.{name} runs {text} in Python" for name, text in functions.items() if name in listed), None)
-    if python is not None:
-        return "eager", f"auto: {python}, which no tap does"
     blocked = engine_args.against_taps(engine.vllm)
     if blocked is not None:
         return "eager", f"auto: engine.vllm.{'.'.join(blocked[0])} does not go with taps: {blocked[1]}"
@@ -123,6 +126,8 @@ def _mode(
     if missing is not None:
         return "eager", f"auto: {missing.name} is not a tap: {compiled.why_not(missing)}"
     where = "inside the compiled model" + (" or after it" if "hook" in served.values() else "")
+    if broken := [p for p in places if _served(p, compiled, functions) == "break"]:
+        where += f", {len(broken)} at a break for Python"
     return "taps", f"auto: every location is {where}; {KEPT}"
 
 

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vtaps.runtime.compat import breaks
 from vtaps.runtime.hooks import InstallError
+from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits
-from vtaps.runtime.session import MANIFEST, Manifest, Session
+from vtaps.runtime.session import Session
 
 ADDITIONAL_CONFIG = "vtaps"
 """Key in vLLM's ``additional_config``: marks an engine with a block and salts its compile caches."""
@@ -132,6 +134,7 @@ SEAMS: dict[str, Callable[[], bool]] = {
     "GPUModelRunner._dummy_run": _dummy_run,
     "TorchCompileWithNoGuardsWrapper": _compiled_root,
     "the V2 model runner": _v2,
+    "CompilationConfig.set_splitting_ops_for_v1 and capture_model": breaks.probe,
     "SchedulerOutput.finished_req_ids": _scheduler_output,
     "CachedRequestState": _request_state,
     "ParentRequest.get_child_info": _children,
@@ -258,6 +261,8 @@ def attach(session: Session, runner: Any, manifest: Path) -> Any:
     )
     inside = None if session.program.mode == "eager" else _recorded(session, model)
     session.attach(model, model.compute_logits, limits, config.model_config.dtype, inside)
+    if session.breaks:
+        breaks.segment(runner)
     if hasattr(runner, "model_memory_usage"):
         # What is taken between the model and the profile run would otherwise be given to the KV cache a second time.
         runner.model_memory_usage += session.boards.bytes
@@ -272,7 +277,7 @@ def _recorded(session: Session, model: Any) -> Callable[[str], bool]:
     from vtaps.runtime.compat.compiled_forwards import is_compiled
 
     roots = [name for name, module in model.named_modules() if is_compiled(module)]
-    recorded = [site for site in session.program.sites.values() if site.mode == "recorded"]
+    recorded = [site for site in session.program.sites.values() if site.mode in ("recorded", "break")]
     for site in sorted(recorded, key=lambda site: site.module):
         module = site.module
         # Of a compiled module itself the forward is traced, not what is called with its input and output.
