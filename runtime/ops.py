@@ -2,7 +2,8 @@
 
 They name a location by number and find their tables through :func:`serve`, so that a compiled model holds no address
 of ours: one that comes back from a compile cache looks its tables up like a fresh one.  All declare what they write,
-a read its own operand: an operation that writes nothing would be removed as dead code.
+a read its own operand, and that they do more than that: a compiler removes an operation that writes nothing, or nothing
+that anyone goes on with.
 
 A break runs Python in every forward.  A CUDA graph cannot hold that: one in capture is cut there (:func:`cutting`).
 """
@@ -14,18 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
-VERSION = 1
-"""Counts changes of what a compiled model calls: part of the structure digest."""
+VERSION = 2
+"""Counts changes of what a compiled model calls: in the operations' names, and so in every compile cache's key."""
 
 Run = Callable[[int, Tensor, "Tensor | None"], None]
 
-BREAK = "vtaps::tap_break"
+_TAP, _TAP_PAIR, _TAP_BREAK = (f"{name}_v{VERSION}" for name in ("tap", "tap_pair", "tap_break"))
+
+BREAK = f"vtaps::{_TAP_BREAK}"
 
 _LIBRARY = torch.library.Library("vtaps", "DEF")
-_LIBRARY.define("tap(Tensor(a!) x, Tensor? residual, int location) -> ()")
-_LIBRARY.define("tap_pair(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
-_LIBRARY.define("tap_break(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
+_LIBRARY.define(f"{_TAP}(Tensor(a!) x, Tensor? residual, int location) -> ()")
+_LIBRARY.define(f"{_TAP_PAIR}(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
+_LIBRARY.define(f"{_TAP_BREAK}(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
 
 _serving: list[tuple[Run, Run | None]] = []
 _cutting: list[Run] = []
@@ -72,18 +76,20 @@ def _fake(x: Tensor, residual: Tensor | None, location: int) -> None:
     return None
 
 
-for _name, _run in (("tap", _tap), ("tap_pair", _tap), ("tap_break", _break)):
+for _name, _run in ((_TAP, _tap), (_TAP_PAIR, _tap), (_TAP_BREAK, _break)):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _key)
     torch.library.register_fake(f"vtaps::{_name}", _fake, lib=_LIBRARY)
+    # Functionalization puts a copy where the operand was, and nothing may go on with the copy.
+    has_side_effect(getattr(torch.ops.vtaps, _name).default)
 
-tap: Any = torch.ops.vtaps.tap.default
+tap: Any = getattr(torch.ops.vtaps, _TAP).default
 """Edits and reads of ``x`` ``[rows, width]`` in place; ``residual`` is only read."""
 
-tap_pair: Any = torch.ops.vtaps.tap_pair.default
+tap_pair: Any = getattr(torch.ops.vtaps, _TAP_PAIR).default
 """The same, where a statement writes the residual too."""
 
-tap_break: Any = torch.ops.vtaps.tap_break.default
+tap_break: Any = getattr(torch.ops.vtaps, _TAP_BREAK).default
 """The same, by Python."""
 
 

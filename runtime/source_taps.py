@@ -47,7 +47,10 @@ def put(module: nn.Module, places: Sequence[At], program: Program) -> None:
         raise ForwardError(f"{path}: this platform does not run {where} there")
     if (found := f"sha256:{tapped.digest}") != program.forwards[where].digest or tapped.where != where:
         raise ForwardError(f"{path}: {tapped.where} ({found}) is not the {where} of the lock; compile again")
-    tapped.put(module, _tap(tapped.points, places))
+    try:
+        tapped.put(module, path, _tap(tapped.points, places))
+    except InstrumentError as error:
+        raise ForwardError(f"{path}: {where}: {error}") from error
 
 
 def _tap(points: Mapping[str, Sequence[str]], places: Sequence[At]) -> Callable[[str, Any], Any]:

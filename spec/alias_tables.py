@@ -112,6 +112,8 @@ _MISTRAL = replace(
             same=(f"{_S}.self_rotary_emb_0.output[0]", f"{_S}.to_0.output"),
             rather="to_0",
         ),
+        # Its forward is LlamaModel's, called.
+        "final_norm": Rule("model.norm.output", same=("model.output", "model.source.forward_0.output")),
     },
 )
 

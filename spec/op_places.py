@@ -18,6 +18,7 @@ from vtaps.spec.places import (
     never_called,
     resolve_place,
     shared,
+    spelled,
     tensors,
 )
 from vtaps.spec.snapshot import value_text
@@ -185,7 +186,7 @@ def _child(tree: ModelTree, path: str, op: Op) -> str | None:
 def _check(tree: ModelTree, module: Module, forward: Forward, op: Op, value: Value | None) -> None:
     where = f"{module.path}.source.{op.name}"
     if op.repeats:
-        raise Refused("VT216", f"{where} is in a loop: it is computed more than once a step")
+        raise _in_loop(tree, module, where, value)
     if op.fixed:
         raise Refused("VT216", f"nothing can be put around {where}: it is {op.fixed}")
     if tree.unvalued:
@@ -203,6 +204,24 @@ def _check(tree: ModelTree, module: Module, forward: Forward, op: Op, value: Val
         known = dict(module.ops)
         ran = tuple(o.name for o in forward.ops if o.name in known)[:SHOWN]
         raise Refused("VT216", f"{where} is not computed here: its branch is not taken in {module.path}", ran)
+
+
+def _in_loop(tree: ModelTree, module: Module, where: str, value: Value | None) -> Refused:
+    """With the places of the modules that the loop may run over instead, where a tensor is computed there."""
+    message = f"{where} is in a loop: it is computed more than once a step"
+    head = module.path + "." if module.path else ""
+    lists = [p for p, m in tree.modules.items() if m.cls == "ModuleList" and p.rpartition(".")[0] == module.path]
+    valid: list[str] = []
+    for path in lists if value is not None and tensors(Value("tuple", items=(value, *value.items))) else ():
+        first = tree.modules.get(f"{path}.0")
+        if first is None:
+            continue
+        named = aliases.at_place(tree, first.path, "output", None)
+        valid += [re.sub(r"\[0\]$", "[*]", name) for name in named]
+        valid += [f"{path}.*{place.removeprefix(first.path)}" for place in spelled(first) if ".output" in place]
+    names = " and ".join(f"`{path.removeprefix(head)}`" for path in lists)
+    note = f"each module in {names} has a value of its own: name one, or `*` for all" if valid else None
+    return Refused("VT216", message, tuple(valid), note)
 
 
 def _element(value: Value, element: int | None, where: str, forward: Forward, op: Op) -> int:

@@ -34,7 +34,11 @@ class Compiled:
 
     def tap(self, site: Site) -> Literal["recorded", "hook"] | None:
         """How the taps engine serves a site; None where it cannot."""
-        if self.root is None or self._holds_root(site):
+        if self.root is None:
+            return None
+        if site.module == self.root and site.op is not None:
+            return "recorded"
+        if self._holds_root(site):
             return None
         if not self.root or site.module.startswith(self.root + "."):
             return "recorded"
@@ -44,8 +48,10 @@ class Compiled:
         """The reason why the taps engine cannot serve a site."""
         if self.root is None:
             return f"vLLM does not compile {self.architecture}, so there is no compiled model to record it in"
+        if site.module == self.root:
+            return f"it is the compiled model, `{self.root}`: what its forward computes has taps, itself has none"
         if self._holds_root(site):
-            return f"vLLM binds the compiled forward of `{self.root}` when it builds the model"
+            return f"`{site.module}` runs outside the compiled model, `{self.root}`"
         return f"`{site.module}` runs before the compiled model, `{self.root}`"
 
     def _holds_root(self, site: Site) -> bool:

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from vtaps.codegen.instrument import Instrumented, InstrumentError, instrument
+from vtaps.codegen.instrument import TAP, Instrumented, InstrumentError, instrument
 from vtaps.codegen.source_ops import SourceError, ops_of
+from vtaps.runtime.compat.compiled_forwards import AlreadyTraced, is_compiled, replace_forward
 from vtaps.spec.source import Forward, Op
 
 
@@ -162,8 +163,18 @@ class TappedForward:
     _attribute: str
     _method: bool
 
-    def put(self, module: Any, tap: Callable[[str, Any], Any]) -> None:
-        """Let ``module`` run it; ``tap(name, value)`` gives the value to go on with."""
+    def put(self, module: Any, path: str, tap: Callable[[str, Any], Any]) -> None:
+        """Let the ``module`` at ``path`` run it; ``tap(name, value)`` gives the value to go on with.
+
+        Raises InstrumentError where vLLM has compiled the module's own already.
+        """
+        if self._made.own:
+            try:
+                replace_forward(module, self._made.bind(), path)
+            except AlreadyTraced as error:
+                raise InstrumentError(str(error)) from error
+            setattr(module, TAP, tap)
+            return
         bound = self._made.bind(tap)
         setattr(module, self._attribute, MethodType(bound, module) if self._method else bound)
 
@@ -178,8 +189,8 @@ def tapped(module: Any, ops: Collection[str]) -> TappedForward | None:
     old: Any = getattr(module, attribute, None)
     if old is None or getattr(old, "__func__", old) is not function:
         return None
-    source = _source(function)
-    made = instrument(function, *source, ops)
+    # Where vLLM compiles this very function it keeps the cells, in its cache too: a tap would be in there.
+    made = instrument(function, *_source(function), ops, own=attribute == "forward" and is_compiled(module))
     read = _read(function)
     points = {name: tuple(name.split()) for name in made.names}
     return TappedForward(read.where, read.digest, points, made, attribute, inspect.ismethod(old))

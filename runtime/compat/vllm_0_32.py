@@ -81,9 +81,10 @@ def _dummy_run() -> bool:
 
 
 def _compiled_root() -> bool:
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Wrapper
 
-    return isinstance(TorchCompileWithNoGuardsWrapper, type)
+    bound_again = _parameters(Wrapper.__init__)[1:] == ["compile_prefix", "is_encoder"]
+    return bound_again and {"cleanup", "original_code_object"} <= vars(Wrapper).keys()
 
 
 def _v2() -> bool:
@@ -273,17 +274,19 @@ def _recorded(session: Session, model: Any) -> Callable[[str], bool]:
 
     Raises InstallError for a location that is not traced.
     """
-    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vtaps.runtime.compat.compiled_forwards import is_compiled
 
-    roots = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(module, "do_not_compile", True)
-    ]
-    recorded = {site.module for site in session.program.sites.values() if site.mode in ("recorded", "break")}
-    for module in sorted(recorded):
-        if roots and not any(module.startswith(f"{root}.") if root else module for root in roots):
+    roots = [name for name, module in model.named_modules() if is_compiled(module)]
+    recorded = [site for site in session.program.sites.values() if site.mode in ("recorded", "break")]
+    for site in sorted(recorded, key=lambda site: site.module):
+        module = site.module
+        # Of a compiled module itself the forward is traced, not what is called with its input and output.
+        traced = any(module.startswith(f"{root}.") if root else module for root in roots) or (
+            site.op is not None and module in roots
+        )
+        if roots and not traced:
             raise InstallError(
                 f"{module or 'the model itself'} is not inside what vLLM compiles ({', '.join(roots)}): no tap there"
             )
-    return lambda module: module in recorded
+    modules = {site.module for site in recorded}
+    return lambda module: module in modules

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.codegen.test_source_ops import forwards
-from vtaps.codegen.instrument import Instrumented, InstrumentError, instrument, instrumented_source
+from vtaps.codegen.instrument import TAP, Instrumented, InstrumentError, instrument, instrumented_source
 from vtaps.codegen.source_ops import ops_of
 
 
@@ -74,6 +74,37 @@ def test_values_and_closures_stay() -> None:
     seen.clear()
     tapped(child(), 3)
     assert seen[:3] == [("forward_0", 30), ("binop_add_0 y_0", 35), ("divmod_0 a_0 b_0", (5, 0))]
+
+
+def test_a_tap_of_the_first_argument_is_no_cell() -> None:
+    """For a compiler that keeps the cells of a function: they are those that it had."""
+    child = factory(5)
+    plain = child.forward
+    made = of_own(plain)
+    tapped, one, other = made.bind(), child(), child()
+    seen: list[tuple[str, Any]] = []
+
+    def tap(names: str, value: Any) -> Any:
+        seen.append((names, value))
+        return 100 if names == "forward_0" else value
+
+    setattr(one, TAP, lambda _, value: value)
+    setattr(other, TAP, tap)
+    assert set(tapped.__code__.co_freevars) == set(plain.__code__.co_freevars)
+    assert tapped(one, 3) == plain(one, 3) and seen == []
+    assert tapped(other, 3) == plain(child(), 10)
+    assert seen[:2] == [("forward_0", 30), ("binop_add_0 y_0", 105)]
+    with pytest.raises(InstrumentError, match="takes no argument that could have the taps"):
+        of_own(lone)
+
+
+def lone() -> int:
+    return abs(-1)
+
+
+def of_own(function: Any) -> Instrumented:
+    lines, line = inspect.getsourcelines(function)
+    return instrument(function, "".join(lines), line, inspect.getfile(function), own=True)
 
 
 def test_what_a_tap_returns_is_the_value() -> None:

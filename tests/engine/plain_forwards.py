@@ -144,13 +144,15 @@ class Plain:
 class Llama(Plain):
     """Models whose layers hand on hidden states and a residual, whose sum is the stream; here Llama's own layer."""
 
-    last_norm = "model.norm"
+    last_norm = "norm"
 
     def logits(self, ids: Tensor) -> Tensor:
-        hidden_states, residual = self.embed(ids), None
+        say, residual = self.say("model"), None
+        hidden_states = say("self_embed_input_ids_0", self.embed(ids), "hidden_states_1")
         for number in range(self.config.num_hidden_layers):
             hidden_states, residual = self.layer(f"model.layers.{number}", number, hidden_states, residual)
-        hidden_states, _ = self.add_norm(hidden_states, residual, self.last_norm)
+        normed = self.add_norm(hidden_states, residual, f"model.{self.last_norm}")
+        hidden_states, _ = say(f"self_{self.last_norm}_0", normed, "hidden_states_4", "_")
         head = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
         return self.linear(hidden_states, head)[0]
 
@@ -298,11 +300,15 @@ class Gpt2(Plain):
         return functional.layer_norm(x, x.shape[-1:], weight, bias, self.config.layer_norm_epsilon)
 
     def logits(self, ids: Tensor) -> Tensor:
-        embedding = self.weights["transformer.wte.weight"]
-        hidden_states = embedding[ids] + self.weights["transformer.wpe.weight"][: len(ids)]
+        say, embedding = self.say("transformer"), self.weights["transformer.wte.weight"]
+        inputs_embeds = say("self_embed_input_ids_0", embedding[ids], "inputs_embeds_0")
+        positions = self.weights["transformer.wpe.weight"][: len(ids)]
+        position_embeds = say("self_wpe_0", positions, "position_embeds_0")
+        hidden_states = say("binop_add_0", inputs_embeds + position_embeds, "hidden_states_0")
         for number in range(self.config.n_layer):
             hidden_states = self._block(f"transformer.h.{number}", hidden_states)
-        return functional.linear(self.layer_norm(hidden_states, "transformer.ln_f"), embedding)
+        hidden_states = say("self_ln_f_0", self.layer_norm(hidden_states, "transformer.ln_f"), "hidden_states_3")
+        return functional.linear(hidden_states, embedding)
 
     def _block(self, path: str, hidden_states: Tensor) -> Tensor:
         say = self.say(path)

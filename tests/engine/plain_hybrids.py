@@ -20,7 +20,7 @@ def causal_conv(x: Tensor, kernel: Tensor) -> Tensor:
 class Lfm2(Llama):
     """Short convolutions, which fill a tensor in place: that one has no value of its own to compare."""
 
-    last_norm, eps = "model.embedding_norm", "norm_eps"
+    last_norm, eps = "embedding_norm", "norm_eps"
 
     def layer(self, path: str, number: int, hidden_states: Tensor, residual: Tensor | None) -> Pair:
         say = self.say(path)

@@ -20,6 +20,7 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
+from tests.engine.op_trials import PUSH, TRIALS, ByHand, Trial
 from tests.engine.plain_forwards import Gemma3, Gpt2, Llama, Plain, Qwen3, Qwen3Moe
 from tests.engine.plain_hybrids import GraniteHybrid, Lfm2
 from tests.engine.runs import Case, Floats, Run, largest, run_spec
@@ -36,7 +37,7 @@ BOUND = 2e-5
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
-    "llama": (Llama, TWO_LAYERS, ("eager",)),
+    "llama": (Llama, TWO_LAYERS, ("eager", "taps")),
     "qwen3": (Qwen3, TWO_LAYERS, ("eager", "taps")),
     "gemma3": (Gemma3, TWO_LAYERS | {"layer_types": ["sliding_attention", "full_attention"]}, ("eager",)),
     "gpt2": (Gpt2, {"n_layer": 2}, ("eager", "taps")),
@@ -48,145 +49,26 @@ FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
 """The forward by hand, what differs from the configuration in ``data``, and the engine modes. Two layers have every
 branch: the first has no residual yet, of a hybrid's one attends.
 
-A start that compiles takes longest. Llama has no op that is instrumented, and Gemma's are views of the same kind as
-Qwen's.
+A start that compiles takes longest. Gemma's instrumented ops are views of the same kind as Qwen's.
 """
 
 SHORT = [40, 75, 222, 17, 98, 113, 201]
 LONG = [7 + (i * 37) % 250 for i in range(24)]
 """Longer than Gemma's sliding window of 16."""
-WIDTH = 128
-PUSH = np.random.default_rng(5).standard_normal(WIDTH).astype(np.float32)
 
 FORWARDS = re.compile(
-    r"(model\.layers|transformer\.h)\.\d+"
+    r"model|transformer|(model\.layers|transformer\.h)\.\d+"
     r"(\.(self_attn|attn|mlp|feed_forward|block_sparse_moe|shared_mlp|short_conv|mamba))?"
 )
-"""The modules whose ops are read: decoder layers and the attention, MLP, block of experts or mixer in them."""
+"""The modules whose ops are read: the model that vLLM compiles, its decoder layers, and the attention, MLP, block of
+experts or mixer in them."""
 
 NAMED = ("llama", "gpt2")
 """Each value in these forwards has an alias or is a module's: none of them is instrumented."""
 
-WHOLE = ("granitemoehybrid", "eager")
-"""Here the model's own forward too: it has an augmented assignment, and no compiler in its way."""
-
 UNFILLED = ("torch.empty", "torch.empty_like")
 """They make a tensor for a kernel to fill: what stands in it before is nobody's value."""
 
-
-@dataclass(frozen=True)
-class ByHand:
-    """``change`` of the rows ``[…, n, columns]`` of a module's input or output in the Hugging Face model: in place,
-    or of an ``argument`` for this module alone."""
-
-    module: str
-    side: str
-    change: Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Edits of a spec, name → edit without its rows, and what they come to in the Hugging Face model."""
-
-    edits: dict[str, dict[str, Any]]
-    by_hand: tuple[ByHand, ...]
-    modes: tuple[str, ...] = ("eager", "taps")
-
-
-def scaled(by: float, columns: slice = slice(None)) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(x: torch.Tensor) -> torch.Tensor:
-        out = x.clone()
-        out[..., columns] *= by
-        return out
-
-    return change
-
-
-ZERO: dict[str, Any] = {"zero": {}}
-PUSHED: dict[str, Any] = {"add": {"vector": "push"}}
-ATTENTION = "model.layers.1.self_attn"
-TRIALS: dict[str, dict[str, Trial]] = {
-    "llama": {
-        "zero_q": Trial(
-            {"zero": {"at": f"{ATTENTION}.source.q_0", **ZERO}},  # the alias q[1]
-            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
-        ),
-    },
-    "qwen3": {
-        "zero_q": Trial(
-            {"zero": {"at": f"{ATTENTION}.source.q_0", **ZERO}},  # the alias q[1]
-            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
-        ),
-        "zero_head": Trial(
-            {"zero": {"at": f"{ATTENTION}.source.q_view_0", "zero": {"heads": [1]}}},
-            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0, slice(32, 64))),),
-        ),
-    },
-    "gemma3": {
-        "scale_k": Trial(
-            {"scale": {"at": f"{ATTENTION}.source.k_flatten_0", "scale": {"by": -1.5}}},
-            (ByHand(f"{ATTENTION}.k_norm", "output", scaled(-1.5)),),
-        ),
-    },
-    "gpt2": {
-        "scale_sum": Trial(
-            {"scale": {"at": "transformer.h.1.source.binop_add_0", "scale": {"by": -0.5}}},
-            (ByHand("transformer.h.1.ln_2", "input", scaled(-0.5)),),
-        ),
-        # Two names of what goes in, two of what comes out; each order of two gives another value.
-        "around": Trial(
-            {
-                "scale_before": {"at": "transformer.h.0.input.hidden_states", "scale": {"by": 2.0}},
-                "add_first": {"at": "transformer.h.0.source.residual_0", **PUSHED},
-                "scale_last": {"at": "transformer.h.0.source.binop_add_1", "scale": {"by": -3.0}},
-                "add_after": {"at": "transformer.h.0.output", **PUSHED},
-            },
-            (
-                ByHand("transformer.h.0", "input", lambda x: x * 2.0 + torch.from_numpy(PUSH)),
-                ByHand("transformer.h.0", "output", lambda x: x * -3.0 + torch.from_numpy(PUSH)),
-            ),
-        ),
-    },
-    "qwen3_moe": {
-        "zero_q": Trial(
-            {"zero": {"at": f"{ATTENTION}.source.q_0", **ZERO}},  # no alias table: an element of what the split gives
-            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
-        ),
-        "scale_fed": Trial(
-            {"scale": {"at": "model.layers.0.mlp.source.hidden_states_view_0", "scale": {"by": -0.5}}},
-            (ByHand("model.layers.0.mlp", "input", scaled(-0.5)),),
-        ),
-    },
-    "granitemoehybrid": {
-        "zero_query": Trial(
-            {"zero": {"at": f"{ATTENTION}.source.query_0", **ZERO}},
-            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
-        ),
-        "scale_gate": Trial(  # a slice of what the projection gives
-            {"scale": {"at": "model.layers.0.mamba.source.gate_0", "scale": {"by": -0.5}}},
-            (ByHand("model.layers.0.mamba.in_proj", "output", scaled(-0.5, slice(0, 256))),),
-        ),
-        "scale_copy": Trial(  # what the shared MLP is given is another tensor
-            {"scale": {"at": "model.layers.1.source.hidden_states_clone_0", "scale": {"by": -0.5}}},
-            (ByHand("model.layers.1.block_sparse_moe", "argument", scaled(-0.5)),),
-        ),
-        "scale_embedding": Trial(  # behind an augmented assignment
-            {"scale": {"at": "model.source.hidden_states_2", "scale": {"by": -0.5}}},
-            (ByHand("model.layers.0", "input", scaled(-0.5)),),
-            modes=("eager",),
-        ),
-    },
-    "lfm2": {
-        "scale_v": Trial(
-            {"scale": {"at": f"{ATTENTION}.source.v_0", "scale": {"by": -1.5}}},
-            (ByHand(f"{ATTENTION}.v_proj", "output", scaled(-1.5)),),
-        ),
-        "zero_head": Trial(
-            {"zero": {"at": f"{ATTENTION}.source.k_view_0", "zero": {"heads": [1]}}},
-            (ByHand(f"{ATTENTION}.k_proj", "output", scaled(0.0, slice(32, 64))),),
-        ),
-    },
-}
 TOKENS = {"rows": "all", "except": {"positions": [0]}}
 """The rows of every edit; by hand :data:`EDITED`."""
 EDITED = slice(1, None)
@@ -202,16 +84,11 @@ def last_norm(family: str) -> str:
     return LAST_NORM.get(family, "model.norm")
 
 
-def trials_of(family: str, mode: str) -> dict[str, Trial]:
-    return {name: trial for name, trial in TRIALS[family].items() if mode in trial.modes}
-
-
-def located(tree: ModelTree, whole: bool) -> dict[str, str]:
-    """Every spelling of an op in :data:`FORWARDS`, and of the ``whole`` model, that a spec can use → its site's
-    name."""
+def located(tree: ModelTree) -> dict[str, str]:
+    """Every spelling of an op in :data:`FORWARDS` that a spec can use → its site's name."""
     found: dict[str, str] = {}
     for path, module in tree.modules.items():
-        if module.forward is None or not (FORWARDS.fullmatch(path) or (whole and path == "model")):
+        if module.forward is None or not FORWARDS.fullmatch(path):
             continue
         ops = tree.forwards[module.forward].ops
         unfilled = {op.name for op in ops if op.text in UNFILLED}
@@ -230,7 +107,7 @@ def spec_of(family: str, mode: str, named: dict[str, str], folder: Path) -> str:
     first = {site: text for text, site in reversed(named.items())}
     read = {"tokens": "all", "sees": "after_edits"}
     reads = {f"op_{n}": {"at": text, **read} for n, text in enumerate(first.values())}
-    trials = trials_of(family, mode)
+    trials = TRIALS[family]
     pushed = any("add" in edit for trial in trials.values() for edit in trial.edits.values())
     return json.dumps(
         {
@@ -338,10 +215,10 @@ def served(
 ) -> Served:
     family, mode = request.param
     reference, folder = references(family), tmp_path_factory.mktemp(f"{family}-{mode}")
-    named = located(reference.tree, (family, mode) == WHOLE)
+    named = located(reference.tree)
     run = run_spec(spec_of(family, mode, named, folder), folder)
     assert {site["mode"] for site in run.lock["sites"].values()} == {"recorded" if mode == "taps" else mode}
-    return Served(family, run, reference, named, trials_of(family, mode))
+    return Served(family, run, reference, named, TRIALS[family])
 
 
 def off(found: Any, wanted: Any) -> float:
@@ -362,11 +239,10 @@ def test_every_op_equals_the_forward_by_hand(served: Served) -> None:
     assert any(".source." in site for site in named.values()) == (served.family not in NAMED)
     sites = {site: read for read in run.result.reads if read != "last" for site in run.sites(read)}
     assert set(sites) == set(named.values())
-    whole = "model.source." in " ".join(named)
     for case in run.cases("base").values():
         logits, values = served.reference.plain.forward(case.fed)
         assert greedy(logits, case) == case.generated
-        assert {t for t in values if whole or not t.startswith("model.source.")} == set(named), "not the same ops"
+        assert set(values) == set(named), "not the same ops"
         wrong = []
         for text, site in named.items():
             positions, found = run.read(sites[site], case, site)

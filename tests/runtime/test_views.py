@@ -1,8 +1,9 @@
-"""Two taps on views of one tensor, compiled as vLLM has Inductor do it: each sees its own, none harms the model."""
+"""Taps on views of one tensor, and on what nobody goes on with, compiled as vLLM has Inductor do it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,18 @@ def test_the_parts_of_a_split(seen: dict[int, torch.Tensor]) -> None:
         q.view(-1, 2, 16).square().mean(-1), k * 2.0 + 1.0, v + 1.0, q, k, v,
     ), strict=True):  # fmt: skip
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("op", [ops.tap, ops.tap_pair, ops.apart])
+def test_a_value_that_nobody_goes_on_with_is_seen(op: Any, seen: dict[int, torch.Tensor]) -> None:
+    """As what a norm puts out beside its output, after the last layer."""
+
+    def last(x: torch.Tensor) -> torch.Tensor:
+        normed, stream = x * 2.0, x + 1.0
+        op(stream, None, 0)
+        return normed
+
+    x = torch.arange(28.0).view(7, 4)
+    with inductor.patch(enable_auto_functionalized_v2=False, force_disable_caches=True), torch.inference_mode():
+        out = torch.compile(last, fullgraph=True)(x)
+    assert torch.equal(out, x * 2.0) and torch.equal(seen[0], x + 1.0)

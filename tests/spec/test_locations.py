@@ -318,6 +318,27 @@ def test_what_nothing_is_in_yet_is_refused() -> None:
     assert diagnostic.message.startswith("nothing is in model.layers.1.self_attn.attn.source.torch_empty_0 yet")
 
 
+@pytest.mark.parametrize(
+    ("family", "text", "valid"),
+    [
+        ("llama", "model.source.hidden_states_3",
+         ("resid_post[*]", "model.layers.*.output[0]", "model.layers.*.output[1]")),
+        ("gpt2", "transformer.source.layer_0", ("resid_post[*]", "transformer.h.*.output")),
+        ("granitemoehybrid", "model.source.layer_0", ("model.layers.*.output[0]", "model.layers.*.output[1]")),
+        ("opt", "model.decoder.source.layer_0", ("model.decoder.layers.*.output",)),
+        ("llama", "model.source.binop_add_0", ()),  # a number
+    ],
+)  # fmt: skip
+def test_a_loop_over_layers_is_refused_with_the_layers_own_places(
+    family: str, text: str, valid: tuple[str, ...]
+) -> None:
+    diagnostic = refused(text, family)
+    assert diagnostic.code == "VT216" and "is in a loop" in diagnostic.message
+    assert diagnostic.valid == valid
+    for place in valid:
+        assert len(locate(tree(family), place, SPAN)[0]) > 1, place
+
+
 def test_a_body_that_is_not_run_is_not_called_a_branch() -> None:
     norm = tree("llama").forwards[str(tree("llama").modules["model.norm"].forward)]
     diagnostic = refused(f"model.norm.source.{norm.ops[0].name}", "llama")

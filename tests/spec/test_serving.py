@@ -62,6 +62,23 @@ def test_every_place_that_can_be_named_is_recorded(family: str) -> None:
     assert {compiled.tap(s) for s in inside} == {"recorded"}
 
 
+@pytest.mark.parametrize(
+    ("family", "text", "name"),
+    [
+        ("granitemoehybrid", "model.source.hidden_states_2", "model.source.hidden_states_2.output"),
+        ("qwen3moe", "model.source.hidden_states_1", "model.source.self_embed_input_ids_0.output"),
+        ("falcon", "transformer.source.self_embed_input_ids_0", "transformer.source.self_embed_input_ids_0.output"),
+        ("llama", "model.source.hidden_states_1", "embed"),
+        ("gpt2", "transformer.source.hidden_states_0", "resid_pre[0]"),
+        ("mistral", "model.source.forward_0", "final_norm"),
+    ],
+)
+def test_what_the_compiled_module_s_own_forward_computes_is_recorded(family: str, text: str, name: str) -> None:
+    at = tree(family)
+    found = site(at, text)
+    assert (found.name, compiled_part(at).tap(found)) == (name, "recorded")
+
+
 def test_dbrx_is_not_compiled() -> None:
     at = tree("dbrx")
     compiled = compiled_part(at)
@@ -77,9 +94,9 @@ def test_dbrx_is_not_compiled() -> None:
         ("language.model.norm", 30, "recorded", ""),
         ("lm_head", 41, "hook", ""),
         ("logits_processor", 42, "hook", ""),
-        ("language.model", 40, None, "binds the compiled forward"),
-        ("language", 40, None, "binds the compiled forward"),
-        ("", 50, None, "binds the compiled forward"),
+        ("language.model", 40, None, "it is the compiled model, `language.model`"),
+        ("language", 40, None, "runs outside the compiled model, `language.model`"),
+        ("", 50, None, "runs outside the compiled model"),
         ("vision", 1, None, "runs before the compiled model"),
         ("language.modelling", 1, None, "runs before the compiled model"),
     ],
@@ -89,6 +106,12 @@ def test_around_the_compiled_module(module: str, order: int, tap: str | None, wh
     place = Site(f"{module}.output", module, "output", None, "tensor", order)
     assert compiled.tap(place) == tap
     assert tap is not None or why in compiled.why_not(place)
+
+
+@pytest.mark.parametrize(("module", "tap"), [("language.model", "recorded"), ("language", None), ("vision", None)])
+def test_an_op_around_the_compiled_module(module: str, tap: str | None) -> None:
+    place = Site(f"{module}.source.x_0.output", module, "output", None, "tensor", 1, op="x_0", forward="f")
+    assert Compiled("SomeModel", "language.model", 39).tap(place) == tap
 
 
 def test_without_a_table_the_layers_are_the_list_under_which_most_is_called() -> None:
@@ -159,6 +182,18 @@ def test_auto_takes_taps(checked) -> None:  # type: ignore[no-untyped-def]
     assert lock["engine"]["mode"] == "taps" and lock["engine"]["tap_memory"] == 4 * 2**30
     assert lock["sites"]["resid_post[1]"]["mode"] == "recorded"
     assert lock["reads"]["stream"]["step_rows"] == 1
+
+
+def test_auto_takes_taps_for_the_compiled_module_s_own_forward(checked) -> None:  # type: ignore[no-untyped-def]
+    at = "model.source.hidden_states_2"
+    plan = checked("{}", at, "granitemoehybrid").plan
+    assert (plan.mode, [p.mode for p in plan.locations]) == ("taps", ["recorded"])
+    lock = compile_plan(plan)[0].lock
+    (forward,) = lock["forwards"]
+    assert forward.endswith("GraniteMoeHybridModel.forward")
+    assert lock["sites"][f"{at}.output"]["forward"] == forward
+    other = compile_plan(checked("{}", "model.source.self_embed_input_ids_0", "granitemoehybrid").plan)[0]
+    assert other.lock["block"]["structure"] != lock["block"]["structure"]
 
 
 def test_auto_falls_back_and_says_why(checked) -> None:  # type: ignore[no-untyped-def]
