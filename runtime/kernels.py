@@ -47,6 +47,9 @@ ADD_KEEP: Final[Code] = 6
 PROJECT_OUT: Final[Code] = 7
 CLAMP: Final[Code] = 8
 
+DIRECTIONS: Final = 16
+"""PROJECT_OUT takes at most as many vectors; the language's schema says so too."""
+
 WORDS: Final = 8
 """int64 words of a descriptor."""
 
@@ -81,8 +84,8 @@ class Statement:
     rank: int = 1
 
     def __post_init__(self) -> None:
-        if self.column < 1 or not 0 <= self.descriptor < DESCRIPTORS:
-            raise ValueError(f"column {self.column}, descriptor {self.descriptor}")
+        if self.column < 1 or not 0 <= self.descriptor < DESCRIPTORS or not 1 <= self.rank <= DIRECTIONS:
+            raise ValueError(f"column {self.column}, descriptor {self.descriptor}, {self.rank} vectors")
 
     @property
     def word(self) -> int:

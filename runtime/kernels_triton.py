@@ -28,6 +28,7 @@ SET = tl.constexpr(kernels.SET)
 ADD_KEEP = tl.constexpr(kernels.ADD_KEEP)
 PROJECT_OUT = tl.constexpr(kernels.PROJECT_OUT)
 WORDS = tl.constexpr(kernels.WORDS)
+MOST = tl.constexpr(kernels.DIRECTIONS)
 PROOF = tl.constexpr(kernels.PROOF)
 DESCRIPTORS = tl.constexpr(kernels.DESCRIPTORS)
 SENTINELS = tl.constexpr(kernels.SENTINELS)
@@ -128,9 +129,11 @@ def tap(
                     changed = moved * ratio
                 elif CODES[i] == PROJECT_OUT:
                     changed = total
-                    for k in tl.static_range(RANKS[i]):
-                        u = tl.load(vector + k * WIDTH, mask=inside & active, other=0.0)
-                        changed = changed - coefficient * tl.sum(own * u) * u
+                    # An element of a tuple is no bound of a static range, but it prunes branches.
+                    for k in tl.static_range(MOST):
+                        if k < RANKS[i]:
+                            u = tl.load(vector + k * WIDTH, mask=inside & active, other=0.0)
+                            changed = changed - coefficient * tl.sum(own * u) * u
                 else:
                     u = tl.load(vector, mask=inside & active, other=0.0)
                     bounds = tl.load(place + 4).to(tl.pointer_type(tl.float32))

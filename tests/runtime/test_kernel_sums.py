@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,13 @@ from vtaps.spec.vectors import directions  # noqa: E402
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+)
+TRITON = importlib.util.find_spec("triton") is not None
+if TRITON and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is imported
+INTERPRETER = pytest.param(
+    "interpreter",
+    marks=pytest.mark.skipif(torch.cuda.is_available() or not TRITON, reason="needs triton, and no GPU"),
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -82,18 +91,18 @@ def make(
     )  # fmt: skip
     for field in ("x", "r", "points", "index", "coefficients", "vectors", "mask", "bounds"):
         if (value := getattr(case, field)) is not None:
-            setattr(case, field, value.to(device))
+            setattr(case, field, value.to("cuda" if device == "cuda" else "cpu"))
     return case
 
 
-def run(case: Case) -> tuple[Any, Any]:
+def run(case: Case, device: str = "cpu") -> tuple[Any, Any]:
     """What comes out: copies."""
     board = vt.Board.empty(ROWS, 1, 1, 1, case.x.device)
     board.rows[:, 0], board.rows[:, 1] = vt.LIVE, case.points
     board.set_edit(0, case.coefficients, case.index, case.vectors, case.mask, case.bounds)
     statement = vt.Statement(case.code, 1, 0, case.mask is not None, case.rank)
     x, r = case.x.clone(), None if case.r is None else case.r.clone()
-    vt.run(board, vt.LocationProgram(0, 0, x.shape[1], (statement,)), x, r)
+    (vt.launch if device == "interpreter" else vt.run)(board, vt.LocationProgram(0, 0, x.shape[1], (statement,)), x, r)
     return x, r
 
 
@@ -127,8 +136,10 @@ def wanted(case: Case) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return out, here
 
 
-def hold(case: Case) -> None:
-    x, r = run(case)
+def hold(case: Case, device: str) -> None:
+    if device == "interpreter" and case.x.dtype == torch.bfloat16:
+        pytest.skip("triton's interpreter truncates to bfloat16")
+    x, r = run(case, device)
     dtype = case.x.dtype
     want, here = wanted(case)
     got = x.double().cpu().numpy()
@@ -146,23 +157,23 @@ def hold(case: Case) -> None:
         assert not r.cpu()[torch.from_numpy(here)].any()
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", ["cpu", GPU, INTERPRETER])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("pair", [False, True])
 @pytest.mark.parametrize("width", [16, 576, 4096])
 @pytest.mark.parametrize("name", SUMS)
 def test_it_is_the_formula(name: str, width: int, pair: bool, masked: bool, dtype: Any, device: str) -> None:
-    hold(make(name, dtype, width=width, pair=pair, masked=masked, device=device))
+    hold(make(name, dtype, width=width, pair=pair, masked=masked, device=device), device)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", ["cpu", GPU, INTERPRETER])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SUMS)
 def test_streams_of_ten_thousand_do_not_overflow(name: str, dtype: Any, device: str) -> None:
     case = make(name, dtype, width=4096, pair=True, masked=False, size=8000.0, device=device)
-    hold(case)
-    assert torch.isfinite(run(case)[0]).all()
+    hold(case, device)
+    assert torch.isfinite(run(case, device)[0]).all()
 
 
 @settings(max_examples=60, deadline=None)
