@@ -141,9 +141,9 @@ def tap(
                     low = tl.load(bounds + value, mask=active, other=0.0)
                     high = tl.load(bounds + points + value, mask=active, other=0.0)
                     p = tl.sum(own * u)
-                    clipped = tl.minimum(tl.maximum(p, low), high)
-                    changed = total + (clipped - p) * u
-                    here = here & (clipped != p)
+                    by = tl.minimum(tl.maximum(p, low), high) - p + tl.zeros([BLOCK], tl.float32)
+                    changed = total + by * u
+                    here = here & (by != 0)
                 new = changed.to(dtype)
             elif CODES[i] == ZERO:
                 new = nothing
