@@ -131,11 +131,12 @@ def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:
 
 def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     verb = _one_of(data["verb"], VERBS, "verb")
-    python = None
-    if verb == "python":
-        said = data["python"]
-        python = (str(said["file"]), str(said["function"]), said.get("digest"))
+    python = _python(data["python"]) if verb == "python" else None
     return EditEntry(verb, tuple(data["sites"]), Rows.from_json(data["tokens"]), python)
+
+
+def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    return str(said["file"]), str(said["function"]), said.get("digest")
 
 
 def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
@@ -150,6 +151,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         ids=None if ids is None else tuple(int(i) for i in ids),
         step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
         requests=None if data.get("requests") is None else int(data["requests"]),
+        python=_python(data["python"]) if kind == "python" else None,
     )
 
 

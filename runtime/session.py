@@ -88,7 +88,7 @@ class _At:
     name: str
     board: Board
     program: LocationProgram
-    parts: tuple[LocationProgram | str, ...]
+    parts: tuple[LocationProgram | Note, ...]
     sampled: bool
 
 
@@ -110,6 +110,7 @@ class Session:
         self.installed: tuple[str, ...] = ()
         self._plan: StepPlan | None = None
         self._shift = 0
+        self._slots: dict[tuple[str, bool], int] = {}
         self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
         self._muted = False
         self._sampling = False
@@ -211,20 +212,22 @@ class Session:
         if x.dtype != self._dtype:
             raise BlockFault(f"{at.name}: {site.module} has {x.dtype} there; {self._dtype} was compiled")
         for part in at.parts:
-            if isinstance(part, str):
+            if isinstance(part, Note):
                 self._call(part, at, x, residual)
             else:
                 kernels.run(at.board, part, x, residual)
 
-    def _call(self, edit: str, at: _At, x: Tensor, residual: Tensor | None) -> None:
+    def _call(self, note: Note, at: _At, x: Tensor, residual: Tensor | None) -> None:
         """What Python makes of the step's rows."""
         at.board.seen[at.program.number] += 1
-        plan = self._plan
-        fills = () if plan is None else plan.sampled_edits if at.sampled else plan.edits
+        site = self.program.sites[at.name]
         try:
-            self.functions.run(edit, fills, self._shift, x, residual, self.program.sites[at.name], at.program)
+            kept = self.functions.run(note, self._plan, self._shift, x, residual, site, at.program)
         except FunctionFault as error:
-            raise BlockFault(f"{at.name}: edits.{edit}: {error}") from error
+            raise BlockFault(f"{at.name}: {'edits' if note.verb else 'reads'}.{note.name}: {error}") from error
+        if kept is not None:
+            ring = self.boards.axes[at.sampled].rings[note.name]
+            self.boards.keep(ring, at.name, self._slots[note.name, at.sampled], kept)
 
     def _needed(self, at: _At) -> int:
         axis = self.boards.requests if at.sampled else self.boards.tokens
@@ -278,6 +281,7 @@ class Session:
             pairs = [(f, tokens.rings[f.name]) for f in plan.reads]
             pairs += [(f, requests.rings[f.name]) for f in plan.sampled_reads]
             first = self.harvest.open(pairs, self.table.number)
+        self._slots = {(fill.name, fill.sampled): start for fill, start in first}
         many = len(plan.reads)
         for axis, edits, reads in (
             (tokens, plan.edits, first[:many]), (requests, plan.sampled_edits, first[many:]),

@@ -60,9 +60,8 @@ class OnSlab:
         count = int(np.searchsorted(positions, stop))
         if not count:
             return None
-        dtype = self.dtype if "rows" in self.slab.fields else "float32"
         rows = slice(self.start, self.start + count)
-        return Kept(name, sites, positions[:count], {n: a[rows] for n, a in self.slab.fields.items()}, dtype)
+        return Kept(name, sites, positions[:count], {n: a[rows] for n, a in self.slab.fields.items()}, self.dtype)
 
 
 @dataclass(frozen=True)

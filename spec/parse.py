@@ -150,7 +150,6 @@ def _word(text: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
-    file, _, function = data.get("python", "").rpartition(":")
     coefficient = {"add": body.get("scale", 1.0), "set": body.get("scale", 1.0), "scale": body.get("by")}.get(verb)
     return Edit(
         name=name,
@@ -162,8 +161,13 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         vector=body.get("vector"),
         heads=parse_ranges(body["heads"]) if "heads" in body else None,
         dims=parse_ranges(body["dims"]) if "dims" in body else None,
-        python=(file, function) if verb == "python" else None,
+        python=_function(data["python"]) if verb == "python" else None,
     )
+
+
+def _function(text: str) -> tuple[str, str]:
+    file, _, function = text.rpartition(":")
+    return file, function
 
 
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
@@ -177,6 +181,8 @@ def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
     if "lens" in data:
         lens = data["lens"]
         return replace(read, kind="lens", top=lens.get("top"), ids=tuple(lens["ids"]) if "ids" in lens else None)
+    if "python" in data:
+        return replace(read, kind="python", python=_function(data["python"]))
     return read
 
 

@@ -10,12 +10,14 @@ from typing import Literal, cast
 from vtaps.spec import engine_args
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.aliases import table_of
+from vtaps.spec.document import NodePath
 from vtaps.spec.plan import EngineMode, LocationPlan
 from vtaps.spec.spec import EngineRef
 from vtaps.spec.tree import ModelTree, Site
 
 ASKED = "asked for in the spec"
 KEPT = "vLLM's compile and CUDA graphs stay as configured"
+NOT_TAPS = "which only the eager engine reaches"
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
 
@@ -88,25 +90,37 @@ def _decoder_layers(tree: ModelTree) -> str | None:
 
 
 def choose(
-    engine: EngineRef, compiled: Compiled, locations: Iterable[LocationPlan], functions: Mapping[str, str]
+    engine: EngineRef,
+    compiled: Compiled,
+    locations: Iterable[LocationPlan],
+    functions: Mapping[NodePath, str],
+    every: Iterable[NodePath] = (),
 ) -> tuple[EngineMode, str, tuple[LocationPlan, ...]]:
-    """(engine mode, why, the locations with how each is served); ``functions``: edit → the Python that it runs."""
+    """(engine mode, why, the locations with how each is served); ``functions``: edit or read → the Python that it
+    runs, ``every``: those at ``**``, each named as ``("edits", "flip")``."""
     places = tuple(locations)
-    mode, reason = _mode(engine, compiled, places, functions)
+    mode, reason = _mode(engine, compiled, places, functions, every)
     if mode == "eager":
         return mode, reason, tuple(replace(p, mode="eager") for p in places)
     return mode, reason, tuple(replace(p, mode=compiled.tap(p.site) or "eager") for p in places)
 
 
 def _mode(
-    engine: EngineRef, compiled: Compiled, places: tuple[LocationPlan, ...], functions: Mapping[str, str]
+    engine: EngineRef,
+    compiled: Compiled,
+    places: tuple[LocationPlan, ...],
+    functions: Mapping[NodePath, str],
+    every: Iterable[NodePath],
 ) -> tuple[EngineMode, str]:
     if engine.mode != "auto":
         return cast(EngineMode, engine.mode), ASKED
-    listed = {s.name for p in places for s in p.statements if s.kind == "edit"}
-    python = next((f"edits.{name} runs {text} in Python" for name, text in functions.items() if name in listed), None)
+    listed = {(f"{s.kind}s", s.name) for p in places for s in p.statements}
+    whole = next((where for where in every if where in listed), None)
+    if whole is not None:
+        return "eager", f"auto: {whole[0]}.{whole[1]} is at `**`, every module output, {NOT_TAPS}"
+    python = next((where for where in functions if where in listed), None)
     if python is not None:
-        return "eager", f"auto: {python}, which no tap does"
+        return "eager", f"auto: {python[0]}.{python[1]} runs {functions[python]} in Python, which no tap does"
     blocked = engine_args.against_taps(engine.vllm)
     if blocked is not None:
         return "eager", f"auto: engine.vllm.{'.'.join(blocked[0])} does not go with taps: {blocked[1]}"
