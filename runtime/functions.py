@@ -80,7 +80,8 @@ class Function:
             raise FunctionFault(f"{self.name} gave back nothing: what a read's function gives back is what is kept")
         self._tensor(given)
         if given.dim() == 0 or len(given) != count:
-            raise FunctionFault(f"{self.name} gave back {list(given.shape)} for {count} rows: one for each was due")
+            due = f"{count} rows: one for each" if count != 1 else "1 row: one"
+            raise FunctionFault(f"{self.name} gave back {list(given.shape)} for {due} was due")
         if not given.numel():
             raise FunctionFault(f"{self.name} gave back {list(given.shape)}: there is nothing to keep")
         if (dtype := _name(given.dtype)) not in KEPT:

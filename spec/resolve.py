@@ -101,7 +101,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         dimensions=tree.dimensions,
         final_norm=final_norm(tree),
     )
-    if mode == "taps" or every:
+    if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
         check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode)
         if has_errors(found):
             return None, found
