@@ -11,6 +11,8 @@ One JSON line a column, then a table.  Exit 1 where a column failed, a break did
 """
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -23,6 +25,7 @@ import tempfile
 import time
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -58,6 +61,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
+# Five engines on one card: 2.8 GB are 21,000 tokens of 8B shapes.
+TOGETHER = {"gpu_memory_utilization": 0.12, "kv_cache_memory_bytes": 2_800_000_000}
 ADD = lambda hidden, residual, layer: (hidden.add_(S.vec[layer]), None)[1]  # noqa: E731
 # live: real requests are served; rows: the step's, without padding; active: layers that do something;
 # fn(hidden, residual, layer) -> None, or a tensor of hidden's shape that is copied back.
@@ -346,7 +351,7 @@ def child(args, result):
         max_num_batched_tokens=8192,
         max_num_seqs=args.seqs,
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.85,
+        **(TOGETHER if args.together else {"gpu_memory_utilization": 0.85}),
         **settings,
     )
     config, manager = S.runner.vllm_config, S.runner.cudagraph_manager
@@ -369,11 +374,26 @@ def child(args, result):
             result[name] = {"error": error, "ok": error < CLOSE}
         return
     use(sites, SCALES[named])
-    for count in (1, 8):  # what is found stays found, whatever fails next
-        result[f"x{count}"] = speed(llm, count, args.repeats)
-    result["check"] = check(llm, work / f"check-{args.child.replace(':', '_')}.pt")
-    for count in (1, 8) if args.profile else ():
-        result[f"profile_x{count}"] = profile(llm, count)
+    with turn(work):
+        for count in (1, 8):  # what is found stays found, whatever fails next
+            result[f"x{count}"] = speed(llm, count, args.repeats)
+        result["check"] = check(llm, work / f"check-{args.child.replace(':', '_')}.pt")
+        for count in (1, 8) if args.profile else ():
+            result[f"profile_x{count}"] = profile(llm, count)
+
+
+@contextlib.contextmanager
+def turn(work):
+    """Alone at work: engines that started together wait for all, then measure one after another."""
+    up = work / f"up-{os.getpid()}"
+    up.touch()
+    due = int((work / "together").read_text()) if (work / "together").exists() else 1
+    until = time.monotonic() + 200
+    while len(list(work.glob("up-*"))) < due and time.monotonic() < until:
+        time.sleep(0.2)
+    with (work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def run(column, number, work, seconds):  # in a process of its own
@@ -413,6 +433,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--columns", default="plain,none:zero,none:one,none:all,eager")
+    parser.add_argument("--together", action="store_true", help="start all columns at once, measure them in turn")
     parser.add_argument(
         "--profile", action="store_true", help="where a step's time goes; other functions at the breaks"
     )
@@ -431,6 +452,7 @@ def main():
             child(args, result)
         except BaseException as error:
             traceback.print_exc()
+            Path(args.work, f"up-{os.getpid()}").touch()  # nobody waits for it
             result["failed"] = f"{type(error).__name__}: {error}"[:400]
         Path(args.result).write_text(json.dumps(result))
         sys.stderr.flush()
@@ -438,8 +460,14 @@ def main():
     work, began, results, bad = Path(tempfile.mkdtemp(prefix="proto_break-")), time.monotonic(), [], []
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text(json.dumps(SHAPES[args.shape]))
-    for number, column in enumerate(args.columns.split(",")):
-        results.append(run(column, number, work, min(args.limit, args.budget - (time.monotonic() - began))))
+    columns = args.columns.split(",")
+    if args.together:
+        (work / "together").write_text(str(len(columns)))
+    with ThreadPoolExecutor(len(columns) if args.together else 1) as pool:
+        left = lambda: args.budget - (time.monotonic() - began)  # noqa: E731
+        limit = args.budget if args.together else args.limit
+        started = [pool.submit(lambda n, c: run(c, n, work, min(limit, left())), n, c) for n, c in enumerate(columns)]
+        results = [one.result() for one in started]
     plain = next((r for r in results if r["column"] == "plain" and "x8" in r), None)
     for r in results:
         shares = [

@@ -13,6 +13,10 @@ import yaml
 from benchmarks.grid_shapes import Shape, loads_of
 from benchmarks.loads import Load, draw_ids
 
+PYTHON = """\
+def clamp(rows):
+    rows.clamp_(-100.0, 100.0)
+"""
 TOP = 10
 SCALE = 4.0
 HEAD = 3
@@ -50,10 +54,14 @@ ROWS = {
         Row("steer_every", "every layer steered at all rows", "one", ("edits", "steer_every"), 0.97),
         Row("lens", f"lens top-{TOP} of one layer at every sampled row", "one", ("reads", "lens"), 0.95),
         Row("head", "one head zeroed at all rows", "one", ("edits", "head"), 0.99),
+        Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
+        Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
         Row("eight_one_layer", "one layer read at every sampled row", "eight", _ONE, 0.98),
         Row("thirtytwo_one_layer", "one layer read at every sampled row", "thirtytwo", _ONE, 0.97),
         Row("eight_every_layer", "every layer read at every sampled row", "eight", _EVERY, 0.93),
+        Row("eight_python_one", "Python at one layer, all rows", "eight", ("edits", "python_one"), 0.95),
+        Row("eight_python_every", "Python at every layer, all rows", "eight", ("edits", "python_every"), 0.75),
         Row("sweep_256", "a sweep of a steering scale, a request each point", "sweep", ("edits", "steer_one"), 0.95),
         Row("prompts_1024", "short prompts, one layer read", "prompts", _ONE, 1 / 1.10),
     )
@@ -135,6 +143,8 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("edits", "steer_one"): {"at": one, "tokens": "all", "add": add},
         ("edits", "steer_every"): {"at": every, "tokens": "all", "add": add},
         ("edits", "head"): {"at": f"z[{middle}]", "tokens": "all", "zero": {"heads": [HEAD]}},
+        ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
+        ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
     }
     return known[where]
@@ -154,6 +164,7 @@ def spec_text(
         "engine": {"mode": mode, "vllm": vllm},
     }
     arms: dict[str, Any] = {}
+    files: dict[str, str] = {}
     used = {row.uses for row in rows}
     for row in rows:
         load = loads[row.load]
@@ -162,6 +173,8 @@ def spec_text(
             spec.setdefault(section, {})[name] = _definition(row.installs, load, shape, seed)
             if row.installs not in used:
                 arms["not_served"] = {"prompts": [load.name], section: [name]}
+            if "python" in spec[section][name]:
+                files["edits.py"] = PYTHON
             if "add" in spec[section][name]:
                 spec["vectors"] = {"noise": {"random": {"seed": seed}}}
         arm: dict[str, Any] = {"prompts": [load.name], "sampling": sampling(load)}
@@ -176,7 +189,7 @@ def spec_text(
         name: {"file": f"{name}.jsonl", "id": {"column": "id"}, "ids": {"column": "ids"}} for name in loads
     }
     spec["arms"] = arms
-    files = {f"{name}.jsonl": _prompt_file(load, shape, seed) for name, load in loads.items()}
+    files |= {f"{name}.jsonl": _prompt_file(load, shape, seed) for name, load in loads.items()}
     return yaml.safe_dump(spec, sort_keys=False, default_flow_style=None, width=4096), files
 
 

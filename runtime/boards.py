@@ -313,8 +313,10 @@ class Boards:
             if kind == "read":
                 slots = min(count, axis.rings[name].slots)
                 axis.host[:slots, column] = np.arange(1, slots + 1)
-        axis._upload(count)
-        axis.dirty = max(axis.dirty, count)
+        # Of a larger pass before it nothing is selected any more.
+        axis.host[count : axis.dirty] = 0
+        axis._upload(max(count, axis.dirty))
+        axis.dirty = count
 
     def unproved(self, count: int) -> list[str]:
         """The locations whose reads do not hold their sentinel after a pass over ``count`` proof rows."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vtaps.runtime.compat.breaks import splitting
 from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
 from vtaps.runtime.errors import EngineError as EngineError
 from vtaps.runtime.errors import RequestError as RequestError
@@ -20,10 +21,10 @@ from vtaps.runtime.errors import one_line as one_line
 from vtaps.runtime.forward_text import changed
 from vtaps.runtime.live import RequestKey
 from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Completion, Finished, Record, Request
-from vtaps.runtime.session import MANIFEST, Manifest
 from vtaps.runtime.spool import machine_memory
 from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
@@ -139,7 +140,8 @@ class Engine:
                 # vLLM loads plug-ins once a process; a plain engine may have been first.
                 self._faults = _install(self._manifest)
                 tell("starting the engine")
-                self._frontend = _start(args, in_process=in_process, faults=self._faults)
+                with splitting(any(site.mode == "break" for site in self.program.sites.values())):
+                    self._frontend = _start(args, in_process=in_process, faults=self._faults)
             self.workers = self._handshake()
             self.proof = self._prove(tell) if self.program.mode == "taps" else {}
         except EngineError:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vtaps.runtime.block import Note
-from vtaps.runtime.fills import Fill, StepPlan
+from vtaps.runtime.fills import Fill
 from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import LocationProgram
 from vtaps.runtime.program import LockError, Program, SiteEntry
@@ -58,19 +58,17 @@ class Function:
     call: Callable[..., Any]
     alone: bool
 
-    def edited(self, rows: Tensor, at: At) -> Tensor:
-        """What stands in place of ``rows``, as they are.  Raises FunctionFault."""
+    def __call__(self, rows: Tensor, at: At) -> Tensor:
+        """What stands in place of ``rows``.  Raises FunctionFault."""
         given = self._given(rows, at)
         if given is None:
             return rows
-        self._tensor(given)
         if given.shape != rows.shape or given.device != rows.device:
             raise FunctionFault(
                 f"{self.name} gave back {list(given.shape)} on {given.device}, where "
                 f"{list(rows.shape)} on {rows.device} was due"
             )
-        tensor: Tensor = given.to(rows.dtype)
-        return tensor
+        return given.to(rows.dtype)
 
     def kept(self, rows: Tensor, at: At) -> Tensor:
         """What is kept of ``rows``, ``[n, …]`` with one of the dtypes :data:`KEPT`.  Raises FunctionFault."""
@@ -78,7 +76,6 @@ class Function:
         given = self._given(rows, at)
         if given is None:
             raise FunctionFault(f"{self.name} gave back nothing: what a read's function gives back is what is kept")
-        self._tensor(given)
         if given.dim() == 0 or len(given) != count:
             due = f"{count} rows: one for each" if count != 1 else "1 row: one"
             raise FunctionFault(f"{self.name} gave back {list(given.shape)} for {due} was due")
@@ -86,25 +83,36 @@ class Function:
             raise FunctionFault(f"{self.name} gave back {list(given.shape)}: there is nothing to keep")
         if (dtype := _name(given.dtype)) not in KEPT:
             raise FunctionFault(f"{self.name} gave back {dtype}; a read keeps {', '.join(KEPT)}")
-        tensor: Tensor = given.detach()
-        return tensor
+        return given.detach()
 
-    def _given(self, rows: Tensor, at: At) -> Any:
+    def _given(self, rows: Tensor, at: At) -> Tensor | None:
         try:
-            return self.call(rows) if self.alone else self.call(rows, at)
+            given = self.call(rows) if self.alone else self.call(rows, at)
         except Exception as error:
             frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]
             line = frames[-1].lineno if frames else self.call.__code__.co_firstlineno
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise FunctionFault(f"{Path(self._file).name}:{line}, in {self.name}: {what}") from error
-
-    def _tensor(self, given: Any) -> None:
-        if not isinstance(given, Tensor):
+        if given is not None and not isinstance(given, Tensor):
             raise FunctionFault(f"{self.name} gave back {type(given).__name__}, not a tensor")
+        return given
 
     @property
     def _file(self) -> str:
         return str(self.call.__code__.co_filename)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The rows of a plan's fill at one location: the same in each of its steps, ``shift`` positions later."""
+
+    fill: weakref.ref[Fill]
+    rows: Tensor
+    positions: npt.NDArray[np.int64]
+    requests: tuple[str, ...]
+
+    def at(self, site: SiteEntry, shift: int) -> At:
+        return At(site.name, site.module, site.input, site.layer, self.positions + shift, self.requests)
 
 
 class Functions:
@@ -113,7 +121,8 @@ class Functions:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._of: dict[tuple[str, str], Function] = {}
-        self._kept: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
+        self._chosen: dict[tuple[str, str], _Chosen] = {}
+        self._first: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
         modules: dict[str, Any] = {}
         named = [("edits", name, edit.python) for name, edit in program.edits.items()]
         named += [("reads", name, read.python) for name, read in program.reads.items()]
@@ -132,63 +141,93 @@ class Functions:
 
     def run(
         self,
-        note: Note,
-        plan: StepPlan | None,
+        edit: str,
+        fills: Sequence[Fill],
+        shift: int,
+        x: Tensor,
+        residual: Tensor | None,
+        site: SiteEntry,
+        place: LocationProgram,
+    ) -> None:
+        """Let ``edit`` change its rows of ``x`` ``[rows, columns]`` at a location, in place: those of the step's
+        ``fills``, ``shift`` steps after they were planned.  Of a pair the whole stream goes to ``x``, and the residual
+        of those rows becomes 0.
+
+        Raises FunctionFault.
+        """
+        fill = next((f for f in fills if f.name == edit), None)
+        if fill is None or fill.points is None:
+            return
+        known = self._chosen.get((edit, site.name))
+        if known is None or known.fill() is not fill:
+            known = self._chosen[edit, site.name] = self._choose(edit, fill, site.name, x.device)
+        rows = known.rows
+        if not len(rows):
+            return
+        hidden, rest, stream = _stream(x, residual, rows, place)
+        hidden.index_copy_(0, rows, self._of["edits", edit](stream, known.at(site, shift)))
+        if rest is not None:
+            rest.index_fill_(0, rows, 0.0)
+
+    def read(
+        self,
+        read: str,
+        fills: Sequence[Fill],
         shift: int,
         x: Tensor,
         residual: Tensor | None,
         site: SiteEntry,
         place: LocationProgram,
     ) -> Tensor | None:
-        """Let the edit or read of ``note`` have its rows of ``x`` ``[rows, columns]`` at a location: those of the
-        step's ``plan``, ``shift`` steps after it was made.
+        """What ``read`` keeps of the rows of its fill at a location, in their order, ``[n, …]``: of the shape and dtype
+        that its first call there gave.  None where the step has no row for it; the rest as in :meth:`run`.
 
-        An edit changes them in place; of a pair the whole stream goes to ``x``, and the residual of those rows becomes
-        0.  For a read: what it keeps of each row of its fill, in order; None where it has none.  Raises FunctionFault.
+        Raises FunctionFault.
         """
-        fills: tuple[Fill, ...] = ()
-        if plan is not None:
-            edits, reads = (
-                (plan.sampled_edits, plan.sampled_reads) if site.sampled else (plan.edits, plan.reads)
-            )  # fmt: skip
-            fills = edits if note.verb else reads
-        fill = next((f for f in fills if f.name == note.name), None)
+        fill = next((f for f in fills if f.name == read), None)
         if fill is None:
             return None
-        chosen = np.ones(len(fill.rows), bool)
-        if fill.points is not None:
-            # A sweep may turn the edit off at some of its locations.
-            uses = self._program.uses_of[note.name].items()
-            chosen = np.isin(fill.points, [number for use, number in uses if site.name in use.sites])
-            if not chosen.any():
-                return None
-        owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
-        keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
-        at = At(site.name, site.module, site.input, site.layer, fill.positions[chosen] + shift, keys)
-        rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen])).to(x.device)
-        cut = slice(place.first, place.first + place.width)
-        hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
-        stream = hidden.index_select(0, rows)
-        if rest is not None:
-            stream = (stream.float() + rest.index_select(0, rows).float()).to(x.dtype)
-        if note.kind:
-            return self._keep(note.name, stream, at)
-        hidden.index_copy_(0, rows, self._of["edits", note.name].edited(stream, at))
-        if rest is not None:
-            rest.index_fill_(0, rows, 0.0)
-        return None
-
-    def _keep(self, read: str, stream: Tensor, at: At) -> Tensor:
-        """What ``read`` keeps: of the shape and dtype that its first call at the location gave."""
+        known = self._chosen.get((read, ""))
+        if known is None or known.fill() is not fill:
+            known = self._chosen[read, ""] = _of_fill(fill, np.ones(len(fill.rows), bool), x.device)
+        _, _, stream = _stream(x, residual, known.rows, place)
         function = self._of["reads", read]
-        kept = function.kept(stream, at)
+        kept = function.kept(stream, known.at(site, shift))
         shape, dtype = list(kept.shape[1:]), kept.dtype
-        first, kind = self._kept.setdefault((read, at.location), (shape, dtype))
+        first, kind = self._first.setdefault((read, site.name), (shape, dtype))
         if (shape, dtype) != (first, kind):
             raise FunctionFault(
                 f"{function.name} gave back {_name(dtype)} {shape} a row, after {_name(kind)} {first} in its first call"
             )
         return kept
+
+    def _choose(self, edit: str, fill: Fill, site: str, device: torch.device) -> _Chosen:
+        # A sweep may turn the edit off at some of its locations.
+        active = [number for use, number in self._program.uses_of[edit].items() if site in use.sites]
+        chosen = np.isin(fill.points, active) if fill.points is not None else np.zeros(len(fill.rows), bool)
+        return _of_fill(fill, chosen, device)
+
+
+def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) -> _Chosen:
+    owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
+    rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen]))
+    if device.type == "cuda":
+        # From other memory the copy would wait for the device.
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
+    return _Chosen(weakref.ref(fill), rows, fill.positions[chosen], keys)
+
+
+def _stream(
+    x: Tensor, residual: Tensor | None, rows: Tensor, place: LocationProgram
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A location's columns of both halves, and a copy of the sum at ``rows``, rounded once."""
+    cut = slice(place.first, place.first + place.width)
+    hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
+    stream = hidden.index_select(0, rows)
+    if rest is not None:
+        stream = (stream.float() + rest.index_select(0, rows).float()).to(x.dtype)
+    return hidden, rest, stream
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,7 +29,7 @@ from vtaps.spec.rows import Rows
 from vtaps.spec.source import parse_op
 
 MODES = ("taps", "eager")
-SITE_MODES = ("recorded", "hook", "eager")
+SITE_MODES = ("recorded", "break", "hook", "eager")
 
 T = TypeVar("T")
 
@@ -53,7 +53,8 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
     mode = (lock.get("engine") or {}).get("mode", "eager")
     if mode not in MODES:
         raise LockError("engine", f"mode {mode!r} is not one of {', '.join(MODES)}")
-    sites = _each(lock, "sites", lambda name, data: _site(name, data, mode))
+    python = {s for e in (lock.get("edits") or {}).values() if e.get("verb") == "python" for s in e.get("sites") or ()}
+    sites = _each(lock, "sites", lambda name, data: _site(name, data, mode, name in python))
     overrides = _each(lock, "overrides", lambda n, d: OverrideEntry(tuple(int(i) for i in d["ids"])))
     vectors: dict[str, Mapping[str, Any]] = dict(lock.get("vectors") or {})
     edits = _each(lock, "edits", _edit)
@@ -97,10 +98,10 @@ def _each(lock: Mapping[str, Any], section: str, parse: Callable[[str, Any], T])
     return out
 
 
-def _site(name: str, data: Mapping[str, Any], engine: str) -> SiteEntry:
+def _site(name: str, data: Mapping[str, Any], engine: str, python: bool) -> SiteEntry:
     columns = data.get("columns")
     sampled = data.get("rows") == "sampled"
-    usual = "eager" if engine == "eager" else "hook" if sampled else "recorded"
+    usual = "eager" if engine == "eager" else "hook" if sampled else "break" if python else "recorded"
     return SiteEntry(
         name=name,
         module=data["module"],

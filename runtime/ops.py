@@ -1,8 +1,10 @@
 """The operations that a tapped model calls: opaque to the compiler, inside its graphs.
 
 They name a location by number and find their tables through :func:`serve`, so that a compiled model holds no address
-of ours: one that comes back from a compile cache looks its tables up like a fresh one.  Both declare what they write,
+of ours: one that comes back from a compile cache looks its tables up like a fresh one.  All declare what they write,
 a read its own operand: an operation that writes nothing would be removed as dead code.
+
+A break runs Python in every forward.  A CUDA graph cannot hold that: one in capture is cut there (:func:`cutting`).
 """
 
 from __future__ import annotations
@@ -18,36 +20,61 @@ VERSION = 1
 
 Run = Callable[[int, Tensor, "Tensor | None"], None]
 
+BREAK = "vtaps::tap_break"
+
 _LIBRARY = torch.library.Library("vtaps", "DEF")
 _LIBRARY.define("tap(Tensor(a!) x, Tensor? residual, int location) -> ()")
 _LIBRARY.define("tap_pair(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
+_LIBRARY.define("tap_break(Tensor(a!) x, Tensor(b!)? residual, int location) -> ()")
 
-_serving: list[Run] = []
+_serving: list[tuple[Run, Run | None]] = []
+_cutting: list[Run] = []
 
 
-def serve(run: Run | None) -> None:
-    """Whose tables the operations of this process look at, until the next call: ``run(location, x, residual)``."""
-    _serving[:] = [] if run is None else [run]
+def serve(run: Run | None, broken: Run | None = None) -> None:
+    """Whose tables the operations of this process look at, until the next call: ``run(location, x, residual)`` for
+    taps, ``broken`` for breaks."""
+    _serving[:] = [] if run is None else [(run, broken)]
 
 
 def leave(run: Run) -> None:
     """Undo :func:`serve`, if ``run`` is still the one."""
-    if run in _serving:
+    if _serving and _serving[0][0] == run:
         _serving.clear()
+
+
+def cutting(cut: Run | None) -> None:
+    """The graph in capture that breaks cut, until the next call: ``cut(location, x, residual)``."""
+    _cutting[:] = [] if cut is None else [cut]
+
+
+def at_break(location: int, x: Tensor, residual: Tensor | None) -> None:
+    """What a break does in a forward."""
+    if _serving and (broken := _serving[0][1]) is not None:
+        broken(location, x, residual)
 
 
 def _tap(x: Tensor, residual: Tensor | None, location: int) -> None:
     if _serving:
-        _serving[0](location, x, residual)
+        _serving[0][0](location, x, residual)
+
+
+def _break(x: Tensor, residual: Tensor | None, location: int) -> None:
+    if _cutting:
+        _cutting[0](location, x, residual)
+    elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"location {location} is a break, inside a CUDA graph that is not cut at breaks")
+    else:
+        at_break(location, x, residual)
 
 
 def _fake(x: Tensor, residual: Tensor | None, location: int) -> None:
     return None
 
 
-for _name in ("tap", "tap_pair"):
+for _name, _run in (("tap", _tap), ("tap_pair", _tap), ("tap_break", _break)):
     for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _tap, _key)
+        _LIBRARY.impl(_name, _run, _key)
     torch.library.register_fake(f"vtaps::{_name}", _fake, lib=_LIBRARY)
 
 tap: Any = torch.ops.vtaps.tap.default
@@ -55,6 +82,9 @@ tap: Any = torch.ops.vtaps.tap.default
 
 tap_pair: Any = torch.ops.vtaps.tap_pair.default
 """The same, where a statement writes the residual too."""
+
+tap_break: Any = torch.ops.vtaps.tap_break.default
+"""The same, by Python."""
 
 
 def apart(x: Tensor, residual: Tensor | None, location: int) -> None:
@@ -65,4 +95,11 @@ def apart(x: Tensor, residual: Tensor | None, location: int) -> None:
     """
     own = x.clone(memory_format=torch.contiguous_format)
     tap(own, residual, location)
+    x.copy_(own)
+
+
+def break_apart(x: Tensor, residual: Tensor | None, location: int) -> None:
+    """:data:`tap_break` of a copy, as :func:`apart`."""
+    own = x.clone(memory_format=torch.contiguous_format)
+    tap_break(own, residual, location)
     x.copy_(own)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from vtaps.runtime import kernels, ops
-from vtaps.runtime.block import Block, Location, Note
+from vtaps.runtime.block import Location, Note
 from vtaps.runtime.boards import Axis, Boards
-from vtaps.runtime.fills import Fill, StepPlan
+from vtaps.runtime.fills import NOTHING, Fill, StepPlan
 from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
-from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import Board, LocationProgram
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.live import Batch, RequestKey, Scheduled
 from vtaps.runtime.lockfile import load_program
+from vtaps.runtime.manifest import Manifest, import_block
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
@@ -33,52 +31,6 @@ from vtaps.runtime.rowtable import RowTable
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
-from vtaps.spec import digests
-
-MANIFEST = "VTAPS_MANIFEST"
-"""Environment variable that holds the path of the manifest, in every process of the engine."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Where an engine's workers find their block and lock; ``folder`` is what the lock's file names start from.
-    ``spool``, ``memory`` (bytes) and ``shared`` are the folder, the memory and the shared folder of
-    :class:`~vtaps.runtime.spool.Spool`."""
-
-    block: Path
-    lock: Path
-    folder: Path
-    spool: Path | None = None
-    memory: int | None = None
-    shared: Path | None = None
-
-    def write(self, path: Path) -> None:
-        data = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        path.write_text(json.dumps(data), encoding="utf-8")
-
-    @staticmethod
-    def read(path: Path) -> Manifest:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        spool, shared = (None if data[name] is None else Path(data[name]) for name in ("spool", "shared"))
-        return Manifest(Path(data["block"]), Path(data["lock"]), Path(data["folder"]), spool, data["memory"], shared)
-
-
-def import_block(path: Path, digest: str) -> Block:
-    """Import a block file as a module named by its digest.
-
-    A real file in ``sys.modules``: tracebacks show its lines. Raises LockError where the file is not the one that
-    was locked, or holds no block.
-    """
-    content = path.read_bytes()
-    if digests.of_bytes(content) != digest:
-        raise LockError("block.digest", f"{path.name} is not the block that was locked; compile again")
-    name = f"vtaps_block_{digest.removeprefix('sha256:')[:16]}"
-    if name not in sys.modules:
-        import_file(name, path)
-    block = getattr(sys.modules[name], "BLOCK", None)
-    if not isinstance(block, Block):
-        raise LockError("block", f"{path.name} defines no BLOCK")
-    return block
 
 
 @dataclass(frozen=True)
@@ -90,6 +42,11 @@ class _At:
     program: LocationProgram
     parts: tuple[LocationProgram | Note, ...]
     sampled: bool
+
+    @property
+    def python(self) -> bool:
+        """Whether a function of the user's runs there."""
+        return any(isinstance(part, Note) for part in self.parts)
 
 
 class Session:
@@ -114,6 +71,7 @@ class Session:
         self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
         self._muted = False
         self._sampling = False
+        self.proving = False
 
     def attach(
         self,
@@ -137,12 +95,14 @@ class Session:
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
         self._dtype = dtype
-        self.recorded = frozenset(
-            name for name, place in self.block.locations.items() if inside is not None and inside(place.module)
-        )
+        traced = [at.name for at in self.at if inside is not None and inside(self.block.locations[at.name].module)]
+        self.breaks = frozenset(at.name for at in self.at if at.name in traced and at.python)
+        self.recorded = frozenset(traced) - self.breaks
         # Launches that each location must have seen: of a recorded one each forward, of another each step of its own.
         self._expected = np.zeros(len(self.at), np.int64)
+        self._called = np.zeros(len(self.at), np.int64)
         self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
+        self.proved = np.array([len(at.parts) if at.name in traced else 0 for at in self.at], np.int64)
         self.installed = install(self.block, self.program, model, self._act_of)
         self.serve()
 
@@ -176,7 +136,7 @@ class Session:
 
     def serve(self) -> None:
         """Make this the session that the operations of this process look at."""
-        ops.serve(self._run)
+        ops.serve(self._run, self._act_at)
 
     def close(self) -> None:
         """Stop the thread of the harvest and leave the operations of this process alone."""
@@ -184,16 +144,23 @@ class Session:
         ops.leave(self._run)
 
     def _act_of(self, place: Location) -> Act:
-        if place.name not in self.recorded:
+        if place.name not in self.recorded and place.name not in self.breaks:
             return self._act
+        # Where an alias is nothing else of the table shares its memory; a tap in a forward has a copy already.
+        own = place.residual is not None or place.op is not None or "." not in place.name
+        if place.name in self.breaks:
+            broken: Act = ops.tap_break if own else ops.break_apart
+            return broken
         program = self.at[self.boards.order[place.name]].program
         op: Act = ops.tap_pair if place.residual is not None and program.replaces else ops.tap
-        # Where an alias is nothing else of the table shares its memory; a tap in a forward has a copy already.
-        return op if place.residual is not None or place.op is not None or "." not in place.name else ops.apart
+        return op if own else ops.apart
+
+    def _act_at(self, number: int, x: Tensor, residual: Tensor | None) -> None:
+        self._act(x, residual, number)
 
     def _act(self, x: Tensor, residual: Tensor | None, number: int) -> None:
         """At a location that Python reaches: nothing where the step has nothing to do there."""
-        if self._muted or number not in self._active[1]:
+        if self._muted or (number not in self._active[1] and not self.proving):
             return
         # Prompt logprobs use the unembedding too, after the sampled rows have gone through it.
         if self._sampling or not self.at[number].sampled:
@@ -219,10 +186,15 @@ class Session:
 
     def _call(self, note: Note, at: _At, x: Tensor, residual: Tensor | None) -> None:
         """What Python makes of the step's rows."""
-        at.board.seen[at.program.number] += 1
-        site = self.program.sites[at.name]
+        self._called[at.program.number] += 1
+        plan, sampled, site = self._plan or NOTHING, at.sampled, self.program.sites[at.name]
+        where = self._shift, x, residual, site, at.program
+        kept = None
         try:
-            kept = self.functions.run(note, self._plan, self._shift, x, residual, site, at.program)
+            if note.verb:
+                self.functions.run(note.name, plan.sampled_edits if sampled else plan.edits, *where)
+            else:
+                kept = self.functions.read(note.name, plan.sampled_reads if sampled else plan.reads, *where)
         except FunctionFault as error:
             raise BlockFault(f"{at.name}: {'edits' if note.verb else 'reads'}.{note.name}: {error}") from error
         if kept is not None:
@@ -353,13 +325,18 @@ class Session:
         for sampled in (False, True):
             self._compare(seen, sampled=sampled)
 
+    def launches(self) -> npt.NDArray[np.int64]:
+        """What each location has done so far, launches and calls of functions; waits for the device."""
+        seen: npt.NDArray[np.int64] = self.boards.seen.cpu().numpy()[: len(self.at)].astype(np.int64)
+        return seen + self._called
+
     def rebase(self) -> None:
         """Count launches from here on."""
-        self._expected = self.boards.seen.cpu().numpy()[: len(self.at)].astype(np.int64)
+        self._expected = self.launches()
 
     def _compare(self, seen: Any, *, sampled: bool) -> None:
         for number, at in enumerate(self.at):
-            found, wanted = int(seen[number]), int(self._expected[number])
+            found, wanted = int(seen[number]) + int(self._called[number]), int(self._expected[number])
             if found != wanted and at.sampled == sampled:
                 module = self.program.sites[at.name].module
                 self.rebase()
@@ -389,6 +366,7 @@ class Session:
             "structure": self.program.structure,
             "locations": list(self.installed),
             "recorded": sorted(self.recorded),
+            "breaks": sorted(self.breaks),
             "tap_bytes": self.boards.bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
             "pid": os.getpid(),

@@ -39,8 +39,8 @@ class WorkerExtension:
         from pathlib import Path
 
         from vtaps.runtime.hooks import BlockFault
+        from vtaps.runtime.manifest import Manifest
         from vtaps.runtime.program import LockError
-        from vtaps.runtime.session import Manifest
 
         try:
             self.vtaps_session.load(Manifest.read(Path(manifest)))  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from vtaps.spec.spec import Arm, Edit, Metric, Override, Read, Spec
 from vtaps.spec.tree import Dimensions, Site
 
 EngineMode = Literal["taps", "eager"]
-SiteMode = Literal["recorded", "hook", "eager"]
+SiteMode = Literal["recorded", "break", "hook", "eager"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Statement:
 @dataclass(frozen=True)
 class LocationPlan:
     """What the block does at one site, in the order it does it, and how the site is served: ``recorded`` inside the
-    compiled model, by a ``hook`` after it, or by the ``eager`` engine."""
+    compiled model, at a ``break`` of it, by a ``hook`` after it, or by the ``eager`` engine."""
 
     site: Site
     statements: tuple[Statement, ...]

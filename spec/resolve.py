@@ -77,10 +77,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
-    functions = {one.where: ":".join(one.python) for one in spec.acting() if one.python is not None}
-    found += _need_eager(spec, functions, doc)
+    functions = {name: ":".join(p.edit.python) for name, p in edits.items() if p.edit.python is not None}
+    found += _need_eager(spec, doc)
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
-    mode, reason, locations = choose(spec.engine, context.compiled, locations, functions, every)
+    mode, reason, locations = choose(spec.engine, context.compiled, locations, functions, _eager(spec))
     check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
@@ -168,16 +168,27 @@ def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Dia
     ]
 
 
-def _need_eager(spec: Spec, functions: Mapping[NodePath, str], doc: Document) -> list[Diagnostic]:
-    """VT209 where the taps engine, asked for by name, would have to run Python."""
+def _need_eager(spec: Spec, doc: Document) -> list[Diagnostic]:
+    """VT209 for a read in Python where the taps engine is asked for by name."""
     if spec.engine.mode != "taps":
         return []
     return [
         Diagnostic(
-            "VT209", f"{function} runs in Python, which no tap does", doc.at(*where, "python"), note=EAGER_DOES
+            "VT209", f"{':'.join(read.python)} is a read in Python, {NOT_TAPS}", doc.at(*read.where, "python"),
+            note=EAGER_DOES,
         )
-        for where, function in functions.items()
+        for read in spec.reads.values()
+        if read.python is not None
     ]  # fmt: skip
+
+
+def _eager(spec: Spec) -> dict[NodePath, str]:
+    """What needs the eager engine: where it is defined → what it is."""
+    found = {one.where: "is at `**`, every module output" for one in spec.acting() if EVERYWHERE in spec.texts(one.at)}
+    for read in spec.reads.values():
+        if read.python is not None:
+            found.setdefault(read.where, f"is a read in Python, {':'.join(read.python)}")
+    return found
 
 
 def _against_taps(spec: Spec, doc: Document) -> list[Diagnostic]:

@@ -1,4 +1,5 @@
-"""How a location is served: recorded inside the compiled model, by a hook after it, or by the eager engine."""
+"""How a location is served: recorded inside the compiled model, at a break of it, by a hook after it, or by the eager
+engine."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from vtaps.spec import engine_args
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.aliases import table_of
 from vtaps.spec.document import NodePath
-from vtaps.spec.plan import EngineMode, LocationPlan
+from vtaps.spec.plan import EngineMode, LocationPlan, SiteMode
 from vtaps.spec.spec import EngineRef
 from vtaps.spec.tree import ModelTree, Site
 
 ASKED = "asked for in the spec"
 KEPT = "vLLM's compile and CUDA graphs stay as configured"
-NOT_TAPS = "which only the eager engine reaches"
+NOT_TAPS = "which only the eager engine serves"
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
 
@@ -93,34 +94,37 @@ def choose(
     engine: EngineRef,
     compiled: Compiled,
     locations: Iterable[LocationPlan],
-    functions: Mapping[NodePath, str],
-    every: Iterable[NodePath] = (),
+    functions: Mapping[str, str],
+    eager: Mapping[NodePath, str],
 ) -> tuple[EngineMode, str, tuple[LocationPlan, ...]]:
-    """(engine mode, why, the locations with how each is served); ``functions``: edit or read → the Python that it
-    runs, ``every``: those at ``**``, each named as ``("edits", "flip")``."""
+    """(engine mode, why, the locations with how each is served); ``functions``: edit → the Python that it runs;
+    ``eager``: what only the eager engine serves, ``("reads", "probe")`` → what that is."""
     places = tuple(locations)
-    mode, reason = _mode(engine, compiled, places, functions, every)
+    mode, reason = _mode(engine, compiled, places, functions, eager)
     if mode == "eager":
         return mode, reason, tuple(replace(p, mode="eager") for p in places)
-    return mode, reason, tuple(replace(p, mode=compiled.tap(p.site) or "eager") for p in places)
+    return mode, reason, tuple(replace(p, mode=_served(p, compiled, functions)) for p in places)
+
+
+def _served(place: LocationPlan, compiled: Compiled, functions: Mapping[str, str]) -> SiteMode:
+    tap = compiled.tap(place.site)
+    python = any(s.kind == "edit" and s.name in functions for s in place.statements)
+    return "break" if tap == "recorded" and python else tap or "eager"
 
 
 def _mode(
     engine: EngineRef,
     compiled: Compiled,
     places: tuple[LocationPlan, ...],
-    functions: Mapping[NodePath, str],
-    every: Iterable[NodePath],
+    functions: Mapping[str, str],
+    eager: Mapping[NodePath, str],
 ) -> tuple[EngineMode, str]:
     if engine.mode != "auto":
         return cast(EngineMode, engine.mode), ASKED
     listed = {(f"{s.kind}s", s.name) for p in places for s in p.statements}
-    whole = next((where for where in every if where in listed), None)
-    if whole is not None:
-        return "eager", f"auto: {whole[0]}.{whole[1]} is at `**`, every module output, {NOT_TAPS}"
-    python = next((where for where in functions if where in listed), None)
-    if python is not None:
-        return "eager", f"auto: {python[0]}.{python[1]} runs {functions[python]} in Python, which no tap does"
+    asked = next((where for where in eager if where in listed), None)
+    if asked is not None:
+        return "eager", f"auto: {asked[0]}.{asked[1]} {eager[asked]}, {NOT_TAPS}"
     blocked = engine_args.against_taps(engine.vllm)
     if blocked is not None:
         return "eager", f"auto: engine.vllm.{'.'.join(blocked[0])} does not go with taps: {blocked[1]}"
@@ -131,6 +135,8 @@ def _mode(
     if missing is not None:
         return "eager", f"auto: {missing.name} is not a tap: {compiled.why_not(missing)}"
     where = "inside the compiled model" + (" or after it" if "hook" in served.values() else "")
+    if broken := [p for p in places if _served(p, compiled, functions) == "break"]:
+        where += f", {len(broken)} at a break for Python"
     return "taps", f"auto: every location is {where}; {KEPT}"
 
 

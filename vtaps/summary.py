@@ -20,6 +20,9 @@ EAGER_PRICE = (
 )
 """Measured with plain vLLM: `enforce_eager` against its defaults."""
 
+BREAK_PRICE = "10 µs"
+"""Measured with `benchmarks.break_forms`: 32 breaks at 8B shapes took 332 µs of a step."""
+
 
 def describe(plan: Plan) -> str:
     """Requests, locations, the engine and why, and how many bytes each read will take at most."""
@@ -57,7 +60,7 @@ def _taps(plan: Plan) -> list[str]:
     line = f"  taps      {_count(count, 'location')}, one launch each; "
     slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype)
     if not slots.loads:
-        return [line + "no reads, so no slots"]
+        return [line + "no reads, so no slots", *_breaks(plan)]
     assumed = f"{_count(slots.alive, 'request')} at once"
     if slots.tokens is not None:
         assumed += f" and {slots.tokens} tokens a step"
@@ -66,6 +69,23 @@ def _taps(plan: Plan) -> list[str]:
         f"{line}slots for up to {_count(slots.rows, 'row')} a step, {human(slots.taken(allowed))} of "
         f"{human(allowed)} allowed",
         f"            (for at most {assumed})",
+        *_breaks(plan),
+    ]
+
+
+def _breaks(plan: Plan) -> list[str]:
+    """What Python inside the model costs."""
+    broken = [p for p in plan.locations if p.mode == "break"]
+    if not broken:
+        return []
+    python = dict.fromkeys(
+        s.name for p in broken for s in p.statements if s.kind == "edit" and plan.edits[s.name].edit.python is not None
+    )
+    named = ", ".join(f"edits.{name}" for name in python)
+    return [
+        f"  breaks    {_count(len(broken), 'location')} of them for Python ({named}): CUDA graphs are cut there, about "
+        f"{BREAK_PRICE} of a decode step each on an H200,",
+        "            beside the functions' own time; vLLM's compile stays as configured",
     ]
 
 

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vtaps.runtime.compat import breaks
 from vtaps.runtime.hooks import InstallError
+from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits
-from vtaps.runtime.session import MANIFEST, Manifest, Session
+from vtaps.runtime.session import Session
 
 ADDITIONAL_CONFIG = "vtaps"
 """Key in vLLM's ``additional_config``: marks an engine with a block and salts its compile caches."""
@@ -131,6 +133,7 @@ SEAMS: dict[str, Callable[[], bool]] = {
     "GPUModelRunner._dummy_run": _dummy_run,
     "TorchCompileWithNoGuardsWrapper": _compiled_root,
     "the V2 model runner": _v2,
+    "CompilationConfig.set_splitting_ops_for_v1 and capture_model": breaks.probe,
     "SchedulerOutput.finished_req_ids": _scheduler_output,
     "CachedRequestState": _request_state,
     "ParentRequest.get_child_info": _children,
@@ -257,6 +260,8 @@ def attach(session: Session, runner: Any, manifest: Path) -> Any:
     )
     inside = None if session.program.mode == "eager" else _recorded(session, model)
     session.attach(model, model.compute_logits, limits, config.model_config.dtype, inside)
+    if session.breaks:
+        breaks.segment(runner)
     if hasattr(runner, "model_memory_usage"):
         # What is taken between the model and the profile run would otherwise be given to the KV cache a second time.
         runner.model_memory_usage += session.boards.bytes
@@ -275,7 +280,7 @@ def _recorded(session: Session, model: Any) -> Callable[[str], bool]:
         for name, module in model.named_modules()
         if isinstance(module, TorchCompileWithNoGuardsWrapper) and not getattr(module, "do_not_compile", True)
     ]
-    recorded = {site.module for site in session.program.sites.values() if site.mode == "recorded"}
+    recorded = {site.module for site in session.program.sites.values() if site.mode in ("recorded", "break")}
     for module in sorted(recorded):
         if roots and not any(module.startswith(f"{root}.") if root else module for root in roots):
             raise InstallError(

@@ -1,7 +1,8 @@
-"""An edit in Python on the eager engine, against Hugging Face with the same function in a hook."""
+"""An edit in Python on both engines, against Hugging Face with the same function in a hook."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def python(function: str, sites: list[str], rows: str) -> dict[str, Any]:
     return {"verb": "python", "sites": sites, "tokens": {"rows": rows}, "python": said}
 
 
-def case(folder: Path, model: Path) -> tuple[dict[str, Any], Path]:
+def case(folder: Path, model: Path, mode: str) -> tuple[dict[str, Any], Path]:
     folder.mkdir(exist_ok=True)
     (folder / "edits.py").write_text(SOURCE, encoding="utf-8")
     return write_case(
@@ -78,6 +79,7 @@ def case(folder: Path, model: Path) -> tuple[dict[str, Any], Path]:
         },
         # Prompts come in pieces, beside rows of others.
         vllm={"max_num_batched_tokens": 16},
+        mode=mode,
     )  # fmt: skip
 
 
@@ -86,18 +88,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def test_what_the_function_makes_of_the_rows_goes_on(model: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=["eager", "taps"])
+def served(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("case")
+    lock, block = case(folder, model, request.param)
+    with Engine(lock, folder, block, folder / "manifest") as engine:
+        yield engine
+
+
+def test_what_the_function_makes_of_the_rows_goes_on(served: Engine, model: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(SOURCE, namespace)
     r = torch.from_numpy(draw(1, 6.0, 1, 128))
-    lock, block = case(tmp_path / "case", model)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 260, size).tolist() for size in (5, 23, 40, 9, 1, 17)]
     arms = ["base", "norm", "both"] * 2
     requests = [request(f"{a}/{i}", a, p) for i, (a, p) in enumerate(zip(arms, prompts, strict=True))]
     twin = hugging_face(model)
-    with Engine(lock, tmp_path / "case", block, tmp_path / "manifest") as engine:
-        finished = by_key(list(engine.run(requests, lambda _: GREEDY)))
+    finished = by_key(list(served.run(requests, lambda _: GREEDY)))
     for key, f in finished.items():
         (completion,) = f.completions
         ids = [*f.request.prompt_token_ids, *completion.token_ids][:-1]
@@ -127,9 +135,13 @@ def test_what_the_function_makes_of_the_rows_goes_on(model: Path, tmp_path: Path
             assert record.fired["norm"] == ((first, len(ids)),)
 
 
-def test_what_the_function_raises_ends_the_run_by_name(model: Path, tmp_path: Path) -> None:
-    lock, block = case(tmp_path / "case", model)
-    with Engine(lock, tmp_path / "case", block, tmp_path / "manifest") as engine, pytest.raises(EngineError) as caught:
-        list(engine.run([request("a", "broken", [5, 6, 7])], lambda _: GREEDY))
+def test_breaks_are_where_functions_run(served: Engine) -> None:
+    broken = served.workers[0]["breaks"]
+    assert broken == ([HEADS, MID] if served.program.mode == "taps" else [])[::-1]
+
+
+def test_what_the_function_raises_ends_the_run_by_name(served: Engine) -> None:
+    with pytest.raises(EngineError) as caught:
+        list(served.run([request("a", "broken", [5, 6, 7])], lambda _: GREEDY))
     assert caught.value.code == "VT603"
     assert "resid_post[1]: edits.broken: edits.py:12, in edits.py:broken: KeyError: 'nothing'" in caught.value.message

@@ -33,10 +33,11 @@ from vtaps.runtime import harvest, slabs  # noqa: E402
 from vtaps.runtime import spool as spools  # noqa: E402
 from vtaps.runtime.harvest import Harvest  # noqa: E402
 from vtaps.runtime.live import Scheduled  # noqa: E402
+from vtaps.runtime.manifest import Manifest  # noqa: E402
 from vtaps.runtime.memory import Limits  # noqa: E402
 from vtaps.runtime.program import LockError  # noqa: E402
 from vtaps.runtime.records import Filed  # noqa: E402
-from vtaps.runtime.session import Manifest, Session  # noqa: E402
+from vtaps.runtime.session import Session  # noqa: E402
 from vtaps.runtime.slabs import places  # noqa: E402
 from vtaps.runtime.spool import Growing, Spool, SpoolError, opened  # noqa: E402
 

@@ -129,7 +129,7 @@ def test_a_request_compiled(tmp_path: Path) -> None:
         ({"arms__x__points__1__edits__0__vector": None}, r"arms.x: push \(add\) has no vector"),
         ({"arms__x__points__1__edits__0__sites": ["c"]}, "arms.x: edits.push has no c"),
         ({"sites__a": {"module": "m"}}, "sites.a: no 'width'"),
-        ({"sites__a__mode": "graph"}, "sites.a: mode 'graph' is not one of recorded, hook, eager"),
+        ({"sites__a__mode": "graph"}, "sites.a: mode 'graph' is not one of recorded, break, hook, eager"),
         ({"engine": {"mode": "fast"}}, "engine: mode 'fast' is not one of taps, eager"),
     ],
 )

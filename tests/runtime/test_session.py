@@ -25,10 +25,11 @@ from tests.runtime import toy
 from vtaps.runtime import harvest, memory, ops, spool
 from vtaps.runtime.hooks import BlockFault, InstallError, parameter_names
 from vtaps.runtime.live import Scheduled, TableError
+from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError
 from vtaps.runtime.records import Record
-from vtaps.runtime.session import Manifest, Session
+from vtaps.runtime.session import Session
 from vtaps.spec import slots
 
 WIDTH = 4

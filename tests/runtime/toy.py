@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from tests.runtime import schedules as sch
 from tests.runtime.schedules import Ask, holds
+from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
-from vtaps.runtime.session import Manifest, Session
+from vtaps.runtime.session import Session
 
 WIDTH, VOCAB, LAYERS = 8, 11, 3
 CUT = (2, 5)

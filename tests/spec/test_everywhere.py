@@ -148,7 +148,9 @@ def test_check_counts_and_prices_it(checked) -> None:  # type: ignore[no-untyped
                      "{reads: [every, felt]}")  # fmt: skip
     assert result.ok, result.diagnostics
     told = describe(result.plan)
-    assert "engine    eager (auto: reads.every is at `**`, every module output, which only the eager engine" in told
+    assert (
+        "engine    eager (auto: reads.every is at `**`, every module output, which only the eager engine serves" in told
+    )
     # embed and final_norm are 128 wide; of a layer seven places, and q, k, v, gate and up side by side.
     numbers = 2 * 128 + LAYERS * (6 * 128 + 256 + 256 + 512)
     # Rows 0 … 3; a step holds the prompt's three, and there are slots for two steps.
@@ -176,9 +178,11 @@ def test_a_python_read_needs_the_eager_engine(checked) -> None:  # type: ignore[
     read = 'every: {at: "resid_post[1]", tokens: all, python: "probes.py:first"}'
     result = checked(read)
     assert result.plan.mode == "eager"
-    assert result.plan.reason == "auto: reads.every runs probes.py:first in Python, which no tap does"
+    assert result.plan.reason == (
+        "auto: reads.every is a read in Python, probes.py:first, which only the eager engine serves"
+    )
     assert [d.code for d in checked(read, engine="{mode: taps}").diagnostics if d.severity == "error"] == [
-        "VT209", "VT209", "VT209"
+        "VT209", "VT209"
     ]  # fmt: skip
     locked = compile_plan(result.plan)[0].lock
     assert locked["reads"]["every"]["python"]["digest"] == locked["outside"]["probes.py"]
