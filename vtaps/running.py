@@ -14,6 +14,7 @@ from vtaps.codegen.drift import drift
 from vtaps.compiling import Compiled, compile_plan
 from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.results.folder import RunFolder
+from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
 from vtaps.spec.plan import Plan
@@ -169,4 +170,8 @@ def _serve(
     except OSError as error:
         reason = f"cannot write {folder.path}: {error.strerror or error}"
         return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)
+    except ShapeError as error:
+        again = "what its function gives changed between two starts of this run: `--overwrite` starts anew"
+        where = result.doc.key("reads", error.read)
+        return Outcome(None, [Diagnostic("VT603", str(error), where, note=again)], resumed)
     return Outcome(folder.path, findings, resumed, len(waiting) - len(failed))
