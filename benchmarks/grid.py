@@ -53,7 +53,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--share", type=names(ROWS), default=(), help="a,b,c: rows that share one engine in any case")
     parser.add_argument(
         "--side-by-side", action="store_true",
-        help="all engines of a round alive at once, their batches taking turns (default: one engine after another)",
+        help="all engines of a round alive at once, their batches taking turns (default: one engine after another);"
+        " in the first round they start one by one",
     )  # fmt: skip
     parser.add_argument("--process", choices=("in", "child"), default="in", help="where vLLM's engine core runs")
     parser.add_argument("--starts", type=int, default=3, help="engine starts a column (default: 3)")
@@ -114,7 +115,7 @@ class Grid:
                 break
             for start in sitting:
                 say(f"[{number + 1}/{len(order)}] {start.title} …")
-            for told in self._sit(sitting):
+            for told in self._sit(sitting, together=number > 0):
                 self.result.children.append(told)
                 say(f"    {told['column']}, {told['group']}: {told.get('failed') or 'ok'}, {told['seconds']:.1f} s")
             self.result.left_out = (
@@ -131,8 +132,12 @@ class Grid:
         left: float = self.began + self.args.budget - time.monotonic()
         return left < expected
 
-    def _sit(self, sitting: Sequence[Start]) -> list[dict[str, Any]]:
-        """Engines that are alive together, measured in turns; what each of them told."""
+    def _sit(self, sitting: Sequence[Start], *, together: bool) -> list[dict[str, Any]]:
+        """Engines that are alive together, measured in turns; what each of them told.
+
+        Not ``together``: each starts once the one before has.  An engine that compiles chooses its kernels by their
+        times on the GPU, and what it chooses stays in its cache.
+        """
         began = time.monotonic()
         engines: list[EngineProcess] = []
         failed: list[dict[str, Any]] = []
@@ -148,7 +153,9 @@ class Grid:
                     continue
                 deadline = None if self.args.budget is None else self.began + self.args.budget + GRACE
                 engines.append(EngineProcess(start, told, job, deadline))
-            for engine in engines:
+                if not together:
+                    engines[-1].ready()
+            for engine in engines if together else ():
                 engine.ready()
             measure(engines, self.args.warmup, self.args.repeats)
         finally:

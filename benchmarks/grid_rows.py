@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ ROWS = {
         Row("steer_every", "every layer steered at all rows", "one", ("edits", "steer_every"), 0.97),
         Row("lens", f"lens top-{TOP} of one layer at every sampled row", "one", ("reads", "lens"), 0.95),
         Row("head", "one head zeroed at all rows", "one", ("edits", "head"), 0.99),
+        Row("project_out_one", "two directions taken out at one layer", "one", ("edits", "project_out_one"), 0.98),
+        Row("clamp_one", "one layer clamped along a direction", "one", ("edits", "clamp_one"), 0.98),
         Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
         Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
@@ -143,11 +145,19 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("edits", "steer_one"): {"at": one, "tokens": "all", "add": add},
         ("edits", "steer_every"): {"at": every, "tokens": "all", "add": add},
         ("edits", "head"): {"at": f"z[{middle}]", "tokens": "all", "zero": {"heads": [HEAD]}},
+        ("edits", "project_out_one"): {"at": one, "tokens": "all", "project_out": {"vectors": ["noise", "more"]}},
+        ("edits", "clamp_one"): {"at": one, "tokens": "all", "clamp": {"vector": "noise", "min": -1.0, "max": 1.0}},
         ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
         ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
     }
     return known[where]
+
+
+def _vectors(said: Mapping[str, Any]) -> list[str]:
+    """The vectors that a definition names."""
+    one = [said[verb]["vector"] for verb in ("add", "clamp") if verb in said]
+    return [*one, *said.get("project_out", {}).get("vectors", ())]
 
 
 def spec_text(
@@ -175,8 +185,8 @@ def spec_text(
                 arms["not_served"] = {"prompts": [load.name], section: [name]}
             if "python" in spec[section][name]:
                 files["edits.py"] = PYTHON
-            if "add" in spec[section][name]:
-                spec["vectors"] = {"noise": {"random": {"seed": seed}}}
+            for number, vector in enumerate(_vectors(spec[section][name])):
+                spec.setdefault("vectors", {})[vector] = {"random": {"seed": seed + number}}
         arm: dict[str, Any] = {"prompts": [load.name], "sampling": sampling(load)}
         if row.uses:
             section, name = row.uses

@@ -45,7 +45,10 @@ def structure(plan: Plan) -> str:
         for s in location.statements:
             if s.kind == "edit":
                 edit = plan.edits[s.name]
-                done.append([edit.edit.verb, verbs.VERSIONS[edit.edit.verb], edit.columns])
+                own: list[Any] = [edit.edit.verb, verbs.VERSIONS[edit.edit.verb], edit.columns]
+                own += [len(edit.edit.vectors)] if edit.edit.vectors else []
+                own += ["keep_norm"] if edit.edit.keep_norm else []
+                done.append(own)
             else:
                 read = plan.reads[s.name].read
                 done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
@@ -129,7 +132,7 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = {"add", "scale", "zero", "set_", "python"}
+EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "python"}
 
 
 def statements_of(source: str) -> dict[int, tuple[str, str]]:

@@ -39,7 +39,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
     } | {v for r in reads.values() for v in r.read.vectors} | {
         e.edit.vector for e in edits.values() if e.edit.vector is not None
-    }  # fmt: skip
+    } | {v for e in edits.values() for v in e.edit.vectors}  # fmt: skip
     return {
         "lock": LOCK_VERSION,
         "spec": {"file": spec_name, "digest": digest(expand(spec))},
@@ -72,6 +72,8 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "sites": [s.name for s in p.sites],
                 "columns": None if p.columns is None else [list(c) for c in p.columns],
                 "tokens": p.edit.tokens.to_json(),
+                **({"vectors": list(p.edit.vectors)} if p.edit.vectors else {}),
+                **({"keep_norm": True} if p.edit.keep_norm else {}),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
@@ -167,7 +169,13 @@ def _arm(plan: ArmPlan) -> dict[str, Any]:
             {
                 "values": dict(point.values),
                 "edits": [
-                    {"edit": e.edit, "sites": list(e.sites), "coefficient": e.coefficient, "vector": e.vector}
+                    {
+                        "edit": e.edit,
+                        "sites": list(e.sites),
+                        "coefficient": e.coefficient,
+                        "vector": e.vector,
+                        **({} if (e.low, e.high) == (None, None) else {"min": e.low, "max": e.high}),
+                    }
                     for e in point.edits
                 ],
                 "overrides": [{"override": name, "start": start} for name, start in point.overrides],

@@ -20,13 +20,13 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "keep", "lens", "mean", "norm", "project", "python",
-           "python_read", "scale", "set_", "zero"]  # fmt: skip
+__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "clamp", "keep", "lens", "mean", "norm", "project",
+           "project_out", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "python"]
+EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 
 
@@ -38,6 +38,7 @@ class Note:
     verb: EditVerb | None = None
     kind: ReadKind | None = None
     columns: Columns | None = None
+    keep_norm: bool = False
 
     @property
     def python(self) -> bool:
@@ -117,9 +118,20 @@ class Block:
         return register
 
 
-def add(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
-    """hidden += coefficient · vector, in float32, rounded once."""
-    t.notes.append(Note(name, verb="add", columns=columns))
+def add(
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    keep_norm: bool = False,
+) -> None:
+    """hidden += coefficient · vector, in float32, rounded once.
+
+    ``keep_norm``: stream = y · |stream| / |y| with y = stream + coefficient · vector, the lengths those of ``columns``.
+    """
+    t.notes.append(Note(name, verb="add", columns=columns, keep_norm=keep_norm))
 
 
 def scale(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
@@ -135,6 +147,19 @@ def zero(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, c
 def set_(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
     """stream = coefficient · vector."""
     t.notes.append(Note(name, verb="set", columns=columns))
+
+
+def project_out(
+    t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None
+) -> None:
+    """stream −= coefficient · Σ (stream · u) u, over the orthonormal directions u of the edit's vectors."""
+    t.notes.append(Note(name, verb="project_out", columns=columns))
+
+
+def clamp(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+    """stream += (clip(p, min, max) − p) u, with p = stream · u and u the direction of the vector; a row within the
+    bounds is left alone."""
+    t.notes.append(Note(name, verb="clamp", columns=columns))
 
 
 def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:

@@ -20,9 +20,12 @@ from vtaps.runtime.block import Block, Location, Note
 from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.kernels import (
     ADD,
+    ADD_KEEP,
+    CLAMP,
     KEEP,
     KEEP32,
     LIVE,
+    PROJECT_OUT,
     PROOF,
     SCALE,
     SET,
@@ -34,12 +37,14 @@ from vtaps.runtime.kernels import (
     sentinel,
 )  # fmt: skip
 from vtaps.runtime.live import TableError
+from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
 from vtaps.spec.slots import GATHERED_BYTES, slot_count
+from vtaps.spec.vectors import VectorError, directions
 
-CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET}
+CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP}
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Axis:
     """The board of all locations whose tensors have a row a token, or a row a request.
 
     ``parts``: what a location does, in order, where that is more than its one launch: launches, and what Python does
-    in between.
+    in between.  ``upload`` (None: the board's table is ``host``) brings the table to the device.
     """
 
     board: Board
@@ -56,6 +61,7 @@ class Axis:
     rings: dict[str, Ring]
     locations: dict[str, LocationProgram] = field(default_factory=dict)
     parts: dict[str, tuple[LocationProgram | Note, ...]] = field(default_factory=dict)
+    upload: Upload | None = None
     dirty: int = 0
 
     def write(self, edits: Iterable[Fill], reads: Iterable[tuple[Fill, int]]) -> None:
@@ -77,7 +83,11 @@ class Axis:
         """The same rows as in the last step, with other slots."""
         moved = False
         for fill, start in reads:
-            self.host[fill.rows, self.columns["read", fill.name]] = np.arange(start + 1, start + 1 + len(fill.rows))
+            column = self.columns["read", fill.name]
+            if len(fill.rows) == 1:
+                self.host[fill.rows[0], column] = start + 1
+            else:
+                self.host[fill.rows, column] = np.arange(start + 1, start + 1 + len(fill.rows))
             moved = True
         if moved:
             self._upload(self.dirty)
@@ -89,12 +99,8 @@ class Axis:
             self.dirty = 0
 
     def _upload(self, count: int) -> None:
-        table = self.board.rows
-        if table.device.type == "cuda" and count:
-            # Pinned memory of its own for every step: the copy of the last one may still be under way.
-            staged = torch.empty((count, table.shape[1]), dtype=table.dtype, pin_memory=True)
-            staged.copy_(torch.from_numpy(self.host[:count]))
-            table[:count].copy_(staged, non_blocking=True)
+        if self.upload is not None and count:
+            self.upload.send(count)
 
 
 class Boards:
@@ -173,7 +179,7 @@ class Boards:
             for kind, name in columns
             if kind == "read"
         }
-        axis = Axis(board, host, columns, rings)
+        axis = Axis(board, host, columns, rings, upload=None if on_cpu else Upload(host, table))
         row = 0
         for name, notes in mine.items():
             site = program.sites[name]
@@ -212,22 +218,39 @@ class Boards:
         order = program.vectors_of[note.name] if edit.verb in USES_VECTOR else ()
         coefficients = np.zeros(len(uses) + 1, np.float32)
         index = np.full(len(uses) + 1, -1, np.int32)
+        bounds = np.zeros((2, len(uses) + 1), np.float32)
         used: dict[str, int] = {}
         for use, number in uses.items():
             coefficients[number] = 1.0 if use.coefficient is None else use.coefficient
+            bounds[:, number] = (-np.inf if use.low is None else use.low, np.inf if use.high is None else use.high)
             if site.name in use.sites:
                 index[number] = used.setdefault(use.vector, len(used)) if use.vector in order and use.vector else 0
         vectors = None
-        if used:
-            vectors = self._put(np.stack([program.load_vector(name, site) for name in used]).astype(np.float32))
+        if used or (edit.vectors and (index >= 0).any()):
+            vectors = self._put(self._vectors(note, site, tuple(str(name) for name in used)))
         mask = None
         if note.columns is not None:
             chosen = np.zeros(site.width, np.uint8)
             for a, b in note.columns:
                 chosen[a:b] = 1
             mask = self._put(chosen)
-        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask)
-        return Statement(CODES[edit.verb], column, row, mask is not None)
+        limits = self._put(bounds) if edit.verb == "clamp" else None
+        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits)
+        code = ADD_KEEP if note.keep_norm else CODES[edit.verb]
+        return Statement(code, column, row, mask is not None, max(1, len(edit.vectors)))
+
+    def _vectors(self, note: Note, site: SiteEntry, used: tuple[str, ...]) -> Any:
+        """float32 ``[n, width]``: the vectors that points name, or the directions of the edit."""
+        edit, names = self.program.edits[note.name], used or self.program.edits[note.name].vectors
+        loaded = [self.program.load_vector(name, site) for name in names]
+        if edit.verb not in ("project_out", "clamp"):
+            return np.stack(loaded).astype(np.float32)
+        try:
+            if edit.verb == "project_out":
+                return directions(loaded, names, note.columns)
+            return np.concatenate([directions([v], [n], note.columns) for v, n in zip(loaded, names, strict=True)])
+        except VectorError as error:
+            raise LockError(f"edits.{note.name}", f"{error.message} (at {site.name})") from error
 
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -259,7 +282,7 @@ class Boards:
                 "max_num_batched_tokens or run the requests that the lock was made for"
             )
         # Where nothing is in the slots yet, what a row takes is not known: no more of them than needed.
-        ring.slots, ring.head = slot_count(count, ring.bytes // ring.slots or GATHERED_BYTES), 0
+        ring.slots, ring.head = slot_count(count, ring.row_bytes or GATHERED_BYTES), 0
         ring.groups = [
             (sites, torch.zeros((ring.slots, *memory.shape[1:]), dtype=memory.dtype, device=self.device))
             for sites, memory in ring.groups
@@ -277,7 +300,7 @@ class Boards:
         memory = next((m for sites, m in ring.groups if sites == (site,)), None)
         if memory is None:
             memory = torch.zeros((ring.slots, 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
-            ring.groups.append(((site,), memory))
+            ring.add((site,), memory)
         memory[start : start + len(rows), 0] = rows
 
     def adopt(self, other: Boards) -> None:

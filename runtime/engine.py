@@ -30,11 +30,13 @@ from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
 from vtaps.spec.engine_args import REFUSED
+from vtaps.spec.rows import OPEN
 from vtaps.spec.sizes import human
 from vtaps.spec.slots import ITEM_BYTES
 
 Sampling = Callable[[Request], Mapping[str, Any]]
 Progress = Callable[[str], None]
+Ended = tuple[str, tuple[Output, ...]]
 
 EXTENSION = "vtaps.runtime.worker.WorkerExtension"
 
@@ -238,7 +240,7 @@ class Engine:
         sampling_of: Sampling,
         refused: Callable[[RequestError], None] | None = None,
     ) -> Iterator[Finished]:
-        """Serve requests, in the order in which they finish; at most twice ``max_num_seqs`` are alive at once.
+        """Serve requests, in the order in which they finish; at most three times ``max_num_seqs`` are alive at once.
 
         At the end every worker's count of launches must be what its steps needed.
 
@@ -246,12 +248,18 @@ class Engine:
         a fault in a worker ends the run (EngineError VT603): nothing goes out unedited.
         """
         waiting = iter(requests)
-        window = 2 * int(self.report["max_num_seqs"])
+        # vLLM in this process starts a step and waits for the one before.  While the device computes it, what ended
+        # before is collected, and requests are added that have no room in it.
+        ahead = self.report["in_process"] and self.report["async_scheduling"]
+        step_tokens = self.report["max_num_batched_tokens"] if ahead else OPEN
+        window = (3 if ahead else 2) * int(self.report["max_num_seqs"])
         live: dict[str, tuple[Request, str]] = {}
+        ended: list[Ended] = []
         exhausted = False
         try:
             while True:
-                while not exhausted and len(live) < window:
+                added = 0
+                while not exhausted and len(live) < window and added < step_tokens:
                     request = next(waiting, None)
                     if request is None:
                         exhausted = True
@@ -260,6 +268,7 @@ class Engine:
                         if request.key in live:
                             raise RequestError("VT606", "its key is alive already", request.key)
                         live[request.key] = (request, self._add(request, sampling_of(request)))
+                        added += len(request.prompt_token_ids)
                     except RequestError as error:
                         if refused is None:
                             raise
@@ -267,23 +276,31 @@ class Engine:
                 if not live:
                     self._call("vtaps_verify")
                     return
-                finished = self._guard(self._frontend.step)
-                asked = [(live[key][0], outputs) for key, outputs in finished]
-                for (key, _), done in zip(finished, self._collect(asked) if asked else (), strict=True):
-                    del live[key]
-                    yield done
+                due, ended = ended, []
+                try:
+                    ended = self._guard(self._frontend.step)
+                except EngineError:
+                    with suppress(EngineError):  # what ended before this step is whole
+                        yield from self._delivered(due, live)
+                    raise
+                if not (ahead and self._frontend.busy()):
+                    due, ended = due + ended, []
+                yield from self._delivered(due, live)
         finally:
             if live:
                 self._give_up(live)
 
+    def _delivered(self, ended: list[Ended], live: dict[str, tuple[Request, str]]) -> Iterator[Finished]:
+        for done in self._collect([(live[key][0], outputs) for key, outputs in ended]) if ended else ():
+            del live[done.request.key]
+            yield done
+
     def _add(self, request: Request, sampling: Mapping[str, Any]) -> str:
-        asked = {
-            "key": request.key,
-            "arm": request.arm,
-            "point": request.point,
-            "matches": {text: [list(s) for s in spans] for text, spans in request.matches.items()},
-            "turns": [list(turn) for turn in request.turns],
-        }
+        asked: dict[str, Any] = {"key": request.key, "arm": request.arm, "point": request.point}
+        if request.matches:
+            asked["matches"] = {text: [list(s) for s in spans] for text, spans in request.matches.items()}
+        if request.turns:
+            asked["turns"] = [list(turn) for turn in request.turns]
         try:
             # What the worker would refuse is refused here, where it costs one request and not the engine.
             self.program.compile(request.arm, request.point, len(request.prompt_token_ids), asked)

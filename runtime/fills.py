@@ -107,7 +107,7 @@ NOTHING = StepPlan(0, (), (), (), (), (), ())
 
 @dataclass
 class Found:
-    """What a step selects for one edit or read, a piece a request: one row as numbers, more as arrays."""
+    """What a step selects for one edit or read, a piece a request: one row as a number, more as an array."""
 
     lives: list[Live] = field(default_factory=list)
     positions: list[Any] = field(default_factory=list)
@@ -122,9 +122,17 @@ class Found:
         self.counts.append(count)
         self.points.append(point)
 
+    def add_all(self, live: Live, positions: Ints, shift: int, point: int = 0) -> None:
+        """``positions``, in rows ``shift`` further."""
+        if len(positions) == 1:
+            position = int(positions[0])
+            self.add(live, position, position + shift, 1, point)
+        else:
+            self.add(live, positions, positions + shift, len(positions), point)
+
     def fill(self, name: str, sites: tuple[str, ...], sampled: bool, *, edit: bool) -> Fill:
         """Raises TableError for rows that are not sorted."""
-        rows, positions = _joined(self.rows), _joined(self.positions)
+        rows, positions = _joined(self.rows, self.counts), _joined(self.positions, self.counts)
         if len(rows) > 1 and not np.all(np.diff(rows) > 0):
             raise TableError(f"{name}: the rows of a step are not sorted and unique")
         points, before = None, np.zeros(len(self.lives), np.int64)
@@ -151,10 +159,10 @@ class Found:
         return out
 
 
-def _joined(pieces: list[Any]) -> Ints:
-    if any(isinstance(piece, np.ndarray) for piece in pieces):
-        return np.concatenate([np.atleast_1d(np.asarray(piece, np.int64)) for piece in pieces])
-    return np.array(pieces, np.int64)
+def _joined(pieces: list[Any], counts: list[int]) -> Ints:
+    if max(counts, default=1) == 1:
+        return np.array(pieces, np.int64)
+    return np.concatenate([np.atleast_1d(np.asarray(piece, np.int64)) for piece in pieces])
 
 
 def by_live(fill: Fill) -> Iterator[tuple[Live, int | Ints]]:

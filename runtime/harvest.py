@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vtaps.runtime.fills import Fill, MetricFill
 from vtaps.runtime.lens import Lens
+from vtaps.runtime.marks import Marks
 from vtaps.runtime.program import Program
 from vtaps.runtime.rings import Ring, Taken, neighbours, sorter
 from vtaps.runtime.spool import Spool
@@ -74,13 +75,14 @@ class Harvest:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._open: list[Taken] = []
         self._waiting: dict[str, list[Taken]] = {}
-        self._events: deque[tuple[int, Any]] = deque()
-        self._measured: Any = None
+        self._events, self._measured = Marks(), Marks()
         self._computed = 0
         self._leaving: deque[tuple[Ring, int, int, Any]] = deque()
-        self._metrics: list[tuple[MetricFill, int, Tensor]] = []
+        self._metrics: list[tuple[int, MetricFill, int, Tensor]] = []
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._sent = self._sorted = self._on_way = 0
+        self._first: deque[tuple[int, int]] = deque()
+        """Number of a load that may not be sorted yet, and the first step that it is of."""
         self._arrived = threading.Condition()
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -126,13 +128,14 @@ class Harvest:
         held = [*self._waiting.get(ring.key, ()), *(t for t in self._open if t.ring is ring)]
         if any(t.start < stop and start < t.stop for t in held):
             self._flush(ring)
-        kept: deque[tuple[Ring, int, int, Any]] = deque()
-        for other, a, b, event in self._leaving:
-            if other is ring and a < stop and start < b:
-                torch.cuda.current_stream().wait_event(event)
-            elif not event.query():
-                kept.append((other, a, b, event))
-        self._leaving = kept
+        if self._leaving:
+            kept: deque[tuple[Ring, int, int, Any]] = deque()
+            for other, a, b, event in self._leaving:
+                if other is ring and a < stop and start < b:
+                    torch.cuda.current_stream().wait_event(event)
+                elif not event.query():
+                    kept.append((other, a, b, event))
+            self._leaving = kept
         return start
 
     # -- after a step
@@ -142,19 +145,21 @@ class Harvest:
         on the plans alone, so that all ranks send, and run the lens, in the same step."""
         self._computed = step
         if self._stream is not None and self._open:
-            self._events.append((step, torch.cuda.current_stream().record_event()))
+            self._events.put(step)
         for taken in list(self._open):
             ring = taken.ring
-            rows = sum(t.repeats * t.count for t in (*self._waiting.get(ring.key, ()), taken))
-            sites = sum(len(s) for s, _ in ring.groups)
-            enough = (
-                rows * sites >= LENS_ROWS if ring.kind == "lens" else rows * ring.bytes >= GATHERED_BYTES * ring.slots
-            )
+            rows = taken.repeats * taken.count
+            rows += sum(t.repeats * t.count for t in self._waiting.get(ring.key, ()))
+            if ring.kind == "lens":
+                enough = rows * ring.sites >= LENS_ROWS
+            else:
+                enough = rows * ring.row_bytes >= GATHERED_BYTES
             if enough or 2 * rows >= ring.slots:
                 self._flush(ring)
 
-    def measure(self, fills: Sequence[MetricFill], shift: int, logits: Tensor) -> None:
-        """Metrics of the sampled rows from the model's logits ``[requests, vocab]``, float32 and untouched."""
+    def measure(self, fills: Sequence[MetricFill], shift: int, logits: Tensor, step: int) -> None:
+        """Metrics of the sampled rows from the model's logits ``[requests, vocab]`` of ``step``, float32 and
+        untouched."""
         if not fills:
             return
         rows = np.unique(np.concatenate([f.rows for f in fills]))
@@ -172,23 +177,26 @@ class Harvest:
                 value = chosen[:, 0] - chosen[:, 1]
             else:
                 value = (picked[mine] > chosen).sum(-1).float()
-            self._metrics.append((fill, shift, value))
-        self._measured = None if self._stream is None else torch.cuda.current_stream().record_event()
+            self._metrics.append((step, fill, shift, value))
+        if self._stream is not None:
+            self._measured.put(step)
         if len(self._metrics) >= GATHERED_METRICS:
             self._flush_metrics()
 
     @torch.inference_mode()  # vLLM runs its models so, and the lens calls one
-    def settle(self, step: int | None = None) -> None:
-        """Send everything of the steps up to ``step`` (None: all), and wait until it is with its requests.  Raises
-        what went wrong on the way."""
+    def settle(self, step: int | None = None, seen: int = 0) -> None:
+        """Send everything of the steps up to ``step`` (None: all), and wait until it is with its requests, as is what
+        has been sent of the steps up to ``seen``.  Raises what went wrong on the way."""
         # A step that is still being computed has not written all of its slots.
-        step = self._computed if step is None else min(step, self._computed)
+        until = self._computed if step is None else min(step, self._computed)
         held = [*self._open, *(t for waiting in self._waiting.values() for t in waiting)]
         for ring in {t.ring.key: t.ring for t in held}.values():
-            self._flush(ring, step)
-        self._flush_metrics()
+            self._flush(ring, until)
+        self._flush_metrics(step)
         with self._arrived:
-            while self._sorted < self._sent and self._failed is None:
+            # What later steps sent may still be computed.
+            needed = max((n for n, first in self._first if step is None or first <= max(step, seen)), default=0)
+            while self._sorted < needed and self._failed is None:
                 self._arrived.wait()
             if self._failed is not None:
                 raise self._failed
@@ -216,7 +224,7 @@ class Harvest:
             if taken.ring is ring:
                 now, self._open[number] = taken.split(taken.step + taken.repeats if step is None else step)
                 pieces.append(now)
-        after = self._after(step)
+        after = self._events.after(step)
         with self._or_failed():
             for run in neighbours([p for p in pieces if p.repeats]):
                 self._send_run(ring, run, after)
@@ -230,16 +238,6 @@ class Harvest:
             lost = error if isinstance(error, Exception) else RuntimeError("rows were lost: interrupted on their way")
             self._failed = self._failed or lost
             raise
-
-    def _after(self, step: int | None) -> Any:
-        """The event of the last forward up to ``step`` (None: of the last one)."""
-        if self._stream is None:
-            return None
-        while len(self._events) > 2 and (step is None or self._events[1][0] <= step):
-            self._events.popleft()
-        found = [event for number, event in self._events if step is None or number <= step]
-        # Where that one is gone, a later one says as much.
-        return (found or [event for _, event in self._events][:1] or [None])[-1]
 
     def _send_run(self, ring: Ring, run: Sequence[Taken], after: Any) -> None:
         for sites, memory in ring.groups:
@@ -255,7 +253,7 @@ class Harvest:
                     found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
                     fields = {n: v.unflatten(0, (stop - start, len(sites))) for n, v in found.items()}
                 deliver = sorter(ring, sites, list(fields), run, start, "float32", self.spool)
-                self._send(list(fields.values()), deliver, after)
+                self._send(list(fields.values()), deliver, after, run[0].step)
                 continue
             row = memory[0].numel() * memory.element_size()
             step = max(1, PIECE_BYTES // row)
@@ -264,7 +262,8 @@ class Harvest:
                 with self._aside(after):
                     value = self._reduced(ring, sites, memory[first:last])
                 dtype = str(value.dtype).removeprefix("torch.")
-                self._send([value], sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype, self.spool), after)
+                deliver = sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype, self.spool)
+                self._send([value], deliver, after, run[0].step)
         if self._stream is not None:
             event = self._stream.record_event()
             self._leaving.append((ring, run[0].start, run[-1].stop, event))
@@ -302,26 +301,29 @@ class Harvest:
                         for number, (a, b) in enumerate(bounds):
                             kept.add(positions[a:b], arrays[0][number].copy())
 
-                    self._send([totals], deliver, after)
+                    self._send([totals], deliver, after, taken.step + repeat)
 
-    def _flush_metrics(self) -> None:
-        metrics, self._metrics = self._metrics, []
+    def _flush_metrics(self, step: int | None = None) -> None:
+        """Send the metrics of the steps up to ``step``."""
+        metrics = [m for m in self._metrics if step is None or m[0] <= step]
         if not metrics:
             return
+        del self._metrics[: len(metrics)]
+        after = self._measured.after(step)
 
         def deliver(arrays: Sequence[Array]) -> None:
             numbers = iter(arrays[0].tolist())
-            for fill, shift, _ in metrics:
+            for _, fill, shift, _ in metrics:
                 for live, position in zip(fill.lives, fill.positions, strict=True):
                     live.metrics.setdefault(fill.name, []).append((position + shift, next(numbers)))
 
         with self._or_failed():
-            with self._aside(self._measured):
-                values = torch.cat([value for _, _, value in metrics])
-                for _, _, value in metrics:
+            with self._aside(after):
+                values = torch.cat([value for *_, value in metrics])
+                for *_, value in metrics:
                     if self._stream is not None:
                         value.record_stream(self._stream)
-            self._send([values], deliver, self._measured)
+            self._send([values], deliver, after, metrics[0][0])
 
     def _aside(self, after: Any) -> Any:
         """Work off the model's stream, once ``after`` has passed."""
@@ -331,7 +333,10 @@ class Harvest:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
-    def _send(self, tensors: Sequence[Tensor], deliver: Callable[[Sequence[Array]], None], after: Any) -> None:
+    def _send(
+        self, tensors: Sequence[Tensor], deliver: Callable[[Sequence[Array]], None], after: Any, first: int
+    ) -> None:
+        """Bring ``tensors``, of ``first`` and later steps, to the host, where ``deliver`` takes them."""
         if self._stream is None:
             if self._failed is not None:
                 raise self._failed
@@ -351,6 +356,9 @@ class Harvest:
             host = [_to_host(t, self._stream) for t in tensors]
             event = self._stream.record_event()
         self._sent += 1
+        while self._first and self._first[0][0] <= self._sorted:
+            self._first.popleft()
+        self._first.append((self._sent, first))
         self._loads.put(_Load(event, size, host, deliver))
 
     def _sort(self) -> None:

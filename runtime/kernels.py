@@ -18,8 +18,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-Code = Literal[0, 1, 2, 3, 4, 5]
-"""What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient:
+Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8]
+"""What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient,
+s = x + r in float32, and u orthonormal vectors:
 
 | code | | hidden | residual |
 |---|---|---|---|
@@ -29,6 +30,11 @@ Code = Literal[0, 1, 2, 3, 4, 5]
 | SCALE | | (x + r) · c | 0 |
 | ZERO | | 0 | 0 |
 | SET | | c · vector | 0 |
+| ADD_KEEP | | y · ‖s‖ / ‖y‖, y = s + c · vector | 0 |
+| PROJECT_OUT | | s − Σ c · (s · u) · u | 0 |
+| CLAMP | | s + (clip(s · u, low, high) − s · u) · u; left alone within the bounds | 0 |
+
+The last three sum over a row: lengths and products in float32, over the columns of the statement's mask.
 """
 
 KEEP: Final[Code] = 0
@@ -37,6 +43,9 @@ ADD: Final[Code] = 2
 SCALE: Final[Code] = 3
 ZERO: Final[Code] = 4
 SET: Final[Code] = 5
+ADD_KEEP: Final[Code] = 6
+PROJECT_OUT: Final[Code] = 7
+CLAMP: Final[Code] = 8
 
 WORDS: Final = 8
 """int64 words of a descriptor."""
@@ -62,13 +71,14 @@ class Statement:
     """One edit or read of a location.
 
     ``column`` (≥ 1) of the row table drives it; ``descriptor`` is its row of :attr:`Board.descriptors`; ``masked``: an
-    edit of only those columns where the descriptor's mask is not 0.
+    edit of only those columns where the descriptor's mask is not 0; ``rank``: how many vectors PROJECT_OUT takes.
     """
 
     code: Code
     column: int
     descriptor: int
     masked: bool = False
+    rank: int = 1
 
     def __post_init__(self) -> None:
         if self.column < 1 or not 0 <= self.descriptor < DESCRIPTORS:
@@ -114,6 +124,15 @@ class LocationProgram:
         return tuple(s.code for s in self.statements)
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(s.rank for s in self.statements)
+
+    @cached_property
+    def sums(self) -> bool:
+        """Whether a statement looks at a row as a whole."""
+        return any(s.code > SET for s in self.statements)
+
+    @cached_property
     def started(self) -> dict[tuple[Any, ...], Any]:
         """The compiled kernels that have served it, by what was compiled in of their operands."""
         return {}
@@ -138,8 +157,9 @@ class Board:
     ``descriptors``: int64 ``[n, WORDS]``; addresses are data, so that a table may move without a new graph.
 
     - an edit: address of the coefficients, float32 ``[points + 1]``; of the vector index, int32 ``[points + 1]`` (-1
-      where the point does not edit at this location; entry 0 is never used); of the vectors, float32 ``[n, width]``, or
-      0; of the mask, uint8 ``[width]``, or 0;
+      where the point does not edit at this location; entry 0 is never used); of the vectors, float32 ``[n, width]`` (of
+      PROJECT_OUT ``[n · rank, width]``), or 0; of the mask, uint8 ``[width]``, or 0; of CLAMP's bounds, float32
+      ``[2, points + 1]``, or 0; and how long each of them is;
     - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part.
 
     ``seen``: int32 ``[locations]``, the launches so far.
@@ -171,6 +191,7 @@ class Board:
         vector_index: Tensor,
         vectors: Tensor | None = None,
         mask: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> None:
         """Point descriptor ``row`` at the tables of an edit; shapes and dtypes as above.
 
@@ -182,6 +203,7 @@ class Board:
             ("vector_index", vector_index, torch.int32, 1),
             ("vectors", vectors, torch.float32, 2),
             ("mask", mask, torch.uint8, 1),
+            ("bounds", bounds, torch.float32, 2),
         ):
             if tensor is not None:
                 self._check(name, tensor, axes)
@@ -191,8 +213,9 @@ class Board:
             raise ValueError(f"{coefficients.shape[0]} coefficients and {vector_index.shape[0]} vector indices")
         if vectors is not None and mask is not None and vectors.shape[1] != mask.shape[0]:
             raise ValueError(f"the mask is {mask.shape[0]} wide and the vectors {vectors.shape[1]}")
-        tables = (coefficients, vector_index, vectors, mask)
-        self._write(row, [0 if t is None else t.data_ptr() for t in tables], [t for t in tables if t is not None])
+        tables = (coefficients, vector_index, vectors, mask, bounds)
+        words = [0 if t is None else t.data_ptr() for t in tables] + [0 if bounds is None else bounds.shape[1]]
+        self._write(row, words, [t for t in tables if t is not None])
 
     def set_read(self, row: int, memory: Tensor, site: int) -> None:
         """Point descriptor ``row`` at part ``site`` of ``memory``, ``[slots, sites, width]``: in the model's dtype for
@@ -298,7 +321,7 @@ def _edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | Non
     rows = points.nonzero().squeeze(1)
     if not rows.shape[0]:
         return
-    coefficients_at, index_at, vectors_at, mask_at = board.descriptors[statement.descriptor].tolist()[:4]
+    coefficients_at, index_at, vectors_at, mask_at, bounds_at = board.descriptors[statement.descriptor].tolist()[:5]
     picked = points[rows]
     index = board.tensors[index_at].index_select(0, picked)
     active = index >= 0
@@ -308,7 +331,29 @@ def _edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | Non
     before = hidden.index_select(0, rows)
     other = None if rest is None else rest.index_select(0, rows)
     coefficient = board.tensors[coefficients_at].index_select(0, picked).unsqueeze(1)
-    if statement.code == ZERO:
+    mask = board.tensors[mask_at].bool() if statement.masked else None
+    here = torch.ones_like(before, dtype=torch.bool) if mask is None else mask.expand(before.shape)
+    if statement.code > SET:
+        total = before.float() if other is None else before.float() + other.float()
+        own = total.where(here, 0.0)
+        if statement.code == ADD_KEEP:
+            moved = total + board.tensors[vectors_at].index_select(0, index) * coefficient
+            length, now = own.square().sum(-1, keepdim=True), moved.where(here, 0.0).square().sum(-1, keepdim=True)
+            after = moved * torch.where(now > 0, (length / now).sqrt(), 1.0)
+        elif statement.code == PROJECT_OUT:
+            after = total
+            for k in range(statement.rank):
+                u = board.tensors[vectors_at].index_select(0, index * statement.rank + k)
+                after = after - coefficient * (own * u).sum(-1, keepdim=True) * u
+        else:
+            u = board.tensors[vectors_at].index_select(0, index)
+            low, high = board.tensors[bounds_at].index_select(1, picked).unsqueeze(2)
+            product = (own * u).sum(-1, keepdim=True)
+            clipped = torch.minimum(torch.maximum(product, low), high)
+            after = total + (clipped - product) * u
+            here = here & (clipped != product)
+        after = after.to(before.dtype)
+    elif statement.code == ZERO:
         after = torch.zeros_like(before)
     elif statement.code == SCALE:
         total = before.float() if other is None else before.float() + other.float()
@@ -316,10 +361,9 @@ def _edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | Non
     else:
         product = board.tensors[vectors_at].index_select(0, index) * coefficient
         after = (before.float() + product if statement.code == ADD else product).to(before.dtype)
-    mask = board.tensors[mask_at].bool() if statement.masked else None
-    hidden.index_copy_(0, rows, after if mask is None else torch.where(mask, after, before))
+    hidden.index_copy_(0, rows, torch.where(here, after, before))
     if rest is not None and other is not None and statement.code > ADD:
-        rest.index_copy_(0, rows, torch.zeros_like(other) if mask is None else other.masked_fill(mask, 0.0))
+        rest.index_copy_(0, rows, other.masked_fill(here, 0.0))
 
 
 def _read(

@@ -24,6 +24,9 @@ KEEP32 = tl.constexpr(kernels.KEEP32)
 ADD = tl.constexpr(kernels.ADD)
 SCALE = tl.constexpr(kernels.SCALE)
 ZERO = tl.constexpr(kernels.ZERO)
+SET = tl.constexpr(kernels.SET)
+ADD_KEEP = tl.constexpr(kernels.ADD_KEEP)
+PROJECT_OUT = tl.constexpr(kernels.PROJECT_OUT)
 WORDS = tl.constexpr(kernels.WORDS)
 PROOF = tl.constexpr(kernels.PROOF)
 DESCRIPTORS = tl.constexpr(kernels.DESCRIPTORS)
@@ -46,6 +49,7 @@ def tap(
     words,  # one of each statement, see Statement.word
     CODES: tl.constexpr,
     MASKED: tl.constexpr,
+    RANKS: tl.constexpr,
     EDITS: tl.constexpr,
     REPLACES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -105,7 +109,40 @@ def tap(
             if MASKED[i]:
                 mask = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(tl.uint8)), 16)
                 here = here & (tl.load(mask + cols, mask=here, other=0) != 0)
-            if CODES[i] == ZERO:
+            if CODES[i] > SET:
+                total = h.to(tl.float32)
+                if residual is not None:
+                    total += r.to(tl.float32)
+                own = tl.where(here, total, 0.0)
+                vectors = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(tl.float32)), 16)
+                vector = vectors + found[i][2].to(tl.int64) * (WIDTH * RANKS[i]) + cols
+                if CODES[i] == ADD_KEEP or CODES[i] == PROJECT_OUT:
+                    coefficients = tl.load(place).to(tl.pointer_type(tl.float32))
+                    coefficient = tl.load(coefficients + value, mask=active, other=0.0)
+                if CODES[i] == ADD_KEEP:
+                    moved = total + tl.load(vector, mask=inside & active, other=0.0) * coefficient
+                    length = tl.sum(own * own)
+                    kept_of = tl.where(here, moved, 0.0)
+                    now = tl.sum(kept_of * kept_of)
+                    ratio = tl.where(now > 0, tl.sqrt_rn(length / tl.where(now > 0, now, 1.0)), 1.0)
+                    changed = moved * ratio
+                elif CODES[i] == PROJECT_OUT:
+                    changed = total
+                    for k in tl.static_range(RANKS[i]):
+                        u = tl.load(vector + k * WIDTH, mask=inside & active, other=0.0)
+                        changed = changed - coefficient * tl.sum(own * u) * u
+                else:
+                    u = tl.load(vector, mask=inside & active, other=0.0)
+                    bounds = tl.load(place + 4).to(tl.pointer_type(tl.float32))
+                    points = tl.load(place + 5)
+                    low = tl.load(bounds + value, mask=active, other=0.0)
+                    high = tl.load(bounds + points + value, mask=active, other=0.0)
+                    p = tl.sum(own * u)
+                    clipped = tl.minimum(tl.maximum(p, low), high)
+                    changed = total + (clipped - p) * u
+                    here = here & (clipped != p)
+                new = changed.to(dtype)
+            elif CODES[i] == ZERO:
                 new = nothing
             else:
                 coefficients = tl.load(place).to(tl.pointer_type(tl.float32))
@@ -158,16 +195,16 @@ def start(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | 
     """
     rows, x_stride, x_at = board.rows, x.stride(0), x.data_ptr()
     r_stride, r_at = (0, None) if residual is None else (residual.stride(0), residual.data_ptr())
-    block, blocks = _blocks(program.width)
+    block, blocks = _blocks(program.width, program.sums)
     r_align = None if r_at is None else r_at % ALIGNMENT
     key = (x.device.index, x.dtype, x_stride, x_at % ALIGNMENT, r_stride, r_align, rows.stride(0))
     kernel = program.started.get(key)
-    options = (program.codes, program.masks, program.edits, program.replaces, program.width)
+    options = (program.codes, program.masks, program.ranks, program.edits, program.replaces, program.width)
     if kernel is None:
         program.started[key] = tap[(x.shape[0], blocks)](
             rows, board.descriptors, board.seen, x, residual, rows.stride(0), x_stride, r_stride, program.first,
             program.number, program.words, *options, math.gcd(program.width, ALIGNMENT), block,
-            num_warps=max(1, block // 256),
+            num_warps=min(16, max(1, block // 256)),
             # A fused multiply-add would round once where the eager verbs round twice.
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -181,7 +218,8 @@ def start(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | 
 
 
 @lru_cache(maxsize=64)
-def _blocks(width: int) -> tuple[int, int]:
-    """Columns of one program, and how many programs a row takes."""
-    block = min(_BLOCK, 1 << (width - 1).bit_length())
+def _blocks(width: int, whole: bool) -> tuple[int, int]:
+    """Columns of one program, and how many programs a row takes; ``whole``: one, since a sum goes over all of it."""
+    block = 1 << (width - 1).bit_length()
+    block = block if whole else min(_BLOCK, block)
     return block, -(-width // block)

@@ -70,10 +70,54 @@ class Chosen:
 NOTHING = Chosen()
 
 
+def choose(
+    compiled: Compiled, position: int, uses_of: Mapping[str, Mapping[PointEdit, int]]
+) -> tuple[Interval, Chosen]:
+    """What selects ``position``, and the range from it on in which that holds, for selectors that look at positions
+    alone."""
+    holds = [s.holds(position) for s in compiled.selections]
+    until = min((s.until(position) for s in compiled.selections), default=OPEN)
+    chosen = Chosen(
+        tuple((e.edit, uses_of[e.edit][e]) for e, which in compiled.edits if holds[which]),
+        tuple(r for r, which in compiled.reads if holds[which]),
+        tuple(m for m, which in compiled.metrics if holds[which]),
+    )
+    return (position, until), chosen
+
+
 @dataclass
 class Places:
-    pieces: list[Ints] = field(default_factory=list)
+    """Positions in order, in pieces: arrays, and half-open ranges of steps of decoding."""
+
+    pieces: list[Ints | Interval] = field(default_factory=list)
     count: int = 0
+
+    def add(self, start: int, stop: int) -> None:
+        """``start … stop−1``."""
+        self.count += stop - start
+        if self.pieces and isinstance(last := self.pieces[-1], tuple) and last[1] == start:
+            self.pieces[-1] = (last[0], stop)
+        else:
+            self.pieces.append((start, stop))
+
+    def extend(self, positions: Ints) -> None:
+        self.pieces.append(positions)
+        self.count += len(positions)
+
+    def below(self, stop: int) -> Ints:
+        """A new array of the positions below ``stop``."""
+        if len(self.pieces) == 1 and isinstance(only := self.pieces[0], tuple):
+            return np.arange(only[0], min(only[1], stop))
+        found = np.concatenate([np.arange(*p) if isinstance(p, tuple) else p for p in self.pieces])
+        below: Ints = found[: np.searchsorted(found, stop)]
+        return below
+
+
+@dataclass
+class Span:
+    """The steps of one plan: the number of the ``last``."""
+
+    last: int = 0
 
 
 @dataclass
@@ -81,10 +125,10 @@ class Live:
     """A request that the worker serves, with what was seen of it so far.
 
     ``end``: one past the last position that can ever have a row; ``planned``: number of the last step that was planned
-    for it, and its last position there; ``fired``: edit → half-open ranges of positions;
-    ``taken``: read → the first position that it has not taken yet; ``places``: (read, at sampled rows) → the positions
-    that it has taken, in pieces, and how many they are; ``kept``: (read, sites) → what the harvest holds;
-    ``chosen``: what selects the positions of the range ``calm``.
+    for it, and its last position there; ``span``: the steps of that plan; ``fired``: edit → half-open ranges of
+    positions; ``taken``: read → the first position that it has not taken yet; ``places``: (read, at sampled rows) → the
+    positions that it has taken; ``kept``: (read, sites) → what the harvest holds; ``chosen``: what selects the
+    positions of the range ``calm``.
     """
 
     request_id: str
@@ -93,6 +137,7 @@ class Live:
     compiled: Compiled
     end: int = OPEN
     planned: tuple[int, int] = (0, -1)
+    span: Span = field(default_factory=Span)
     fired: dict[str, list[Interval]] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
     places: dict[tuple[str, bool], Places] = field(default_factory=dict)
@@ -102,21 +147,10 @@ class Live:
     calm: Interval = (0, 0)
     chosen: Chosen = NOTHING
 
-    def choose(self, position: int, uses_of: Mapping[str, Mapping[PointEdit, int]]) -> None:
-        """Make ``chosen`` that of ``position``, for a request whose selectors look at positions alone."""
-        holds = [s.holds(position) for s in self.compiled.selections]
-        until = min((s.until(position) for s in self.compiled.selections), default=OPEN)
-        self.calm = (position, until)
-        self.chosen = Chosen(
-            tuple((e.edit, uses_of[e.edit][e]) for e, which in self.compiled.edits if holds[which]),
-            tuple(r for r, which in self.compiled.reads if holds[which]),
-            tuple(m for m, which in self.compiled.metrics if holds[which]),
-        )
-
-    def positions(self, read: str, sampled: bool) -> Ints:
-        """All that it has taken for ``read``, in order."""
+    def positions(self, read: str, sampled: bool, stop: int) -> Ints:
+        """What it has taken for ``read`` below the position ``stop``, in order."""
         places = self.places.get((read, sampled))
-        return np.concatenate(places.pieces) if places is not None else np.empty(0, np.int64)
+        return places.below(stop) if places is not None else np.empty(0, np.int64)
 
     def step_of(self, position: int) -> int:
         """The number of the last step that may have computed ``position``."""

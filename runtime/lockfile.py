@@ -25,6 +25,7 @@ from vtaps.runtime.program import (
     ReadEntry,
     SiteEntry,
 )
+from vtaps.spec.arms import is_identity
 from vtaps.spec.rows import Rows
 from vtaps.spec.source import parse_op
 
@@ -133,7 +134,10 @@ def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     verb = _one_of(data["verb"], VERBS, "verb")
     python = _python(data["python"]) if verb == "python" else None
-    return EditEntry(verb, tuple(data["sites"]), Rows.from_json(data["tokens"]), python)
+    vectors, tokens = tuple(data.get("vectors") or ()), Rows.from_json(data["tokens"])
+    if verb == "project_out" and not vectors:
+        raise ValueError("project_out has no vectors")
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), python)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -167,15 +171,11 @@ def _metric(name: str, data: Mapping[str, Any]) -> MetricEntry:
 def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
     def uses(point: Mapping[str, Any]) -> tuple[PointEdit, ...]:
         found = (
-            PointEdit(e["edit"], tuple(e["sites"]), e.get("coefficient"), e.get("vector"))
+            PointEdit(e["edit"], tuple(e["sites"]), e.get("coefficient"), e.get("vector"), e.get("min"), e.get("max"))
             for e in point.get("edits") or ()
         )
         # An identity touches no row: its vector may even be NaN.
-        return tuple(
-            e
-            for e in found
-            if e.edit not in edits or (edits[e.edit].verb, e.coefficient) not in (("add", 0), ("scale", 1))
-        )
+        return tuple(e for e in found if e.edit not in edits or not is_identity(edits[e.edit].verb, e.coefficient))
 
     points = tuple(
         Point(
@@ -205,6 +205,7 @@ def _check_names(program: Program) -> None:
             known(f"sites.{name}", (str(site.forward),), "forwards", program.forwards)
     for name, edit in program.edits.items():
         known(f"edits.{name}", edit.sites, "sites", program.sites)
+        known(f"edits.{name}", edit.vectors, "vectors", program.vectors)
     for name, read in program.reads.items():
         known(f"reads.{name}", read.sites, "sites", program.sites)
         known(f"reads.{name}", read.vectors, "vectors", program.vectors)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "python"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "python")
-WITHOUT_COEFFICIENT = ("zero", "python")
-USES_VECTOR = ("add", "set")
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
+VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "python")
+WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
+USES_VECTOR = ("add", "set", "clamp")
 Kind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens", "python")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
@@ -59,11 +59,13 @@ class ForwardEntry:
 
 @dataclass(frozen=True)
 class EditEntry:
-    """``python``: the file, the function in it, and the file's sha256."""
+    """``vectors``: the directions of ``project_out``; ``python``: the file, the function in it, the file's sha256."""
 
     verb: Verb
     sites: tuple[str, ...]
     tokens: Rows
+    vectors: tuple[str, ...] = ()
+    keep_norm: bool = False
     python: tuple[str, str, str | None] | None = None
 
 
@@ -101,6 +103,8 @@ class PointEdit:
     sites: tuple[str, ...]
     coefficient: float | None
     vector: str | None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)

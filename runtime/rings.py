@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,20 @@ class Ring:
     groups: list[tuple[tuple[str, ...], Tensor]]
     head: int = 0
 
-    @property
-    def bytes(self) -> int:
-        return sum(memory.numel() * memory.element_size() for _, memory in self.groups)
+    @cached_property
+    def sites(self) -> int:
+        return sum(len(sites) for sites, _ in self.groups)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a slot."""
+        return sum(memory[0].numel() * memory.element_size() for _, memory in self.groups)
+
+    def add(self, sites: tuple[str, ...], memory: Tensor) -> None:
+        """Slots of more sites, ``[slots, sites, …]``."""
+        self.groups.append((sites, memory))
+        for counted in ("sites", "row_bytes"):
+            self.__dict__.pop(counted, None)
 
     def take(self, count: int) -> int:
         """The first of ``count`` neighbouring slots, which are at most :attr:`slots`."""
@@ -56,7 +68,7 @@ class Taken:
     step: int
     repeats: int = 1
 
-    @property
+    @cached_property
     def count(self) -> int:
         return len(self.fill.rows)
 

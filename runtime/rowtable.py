@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 
 from vtaps.runtime.fills import Fill, Found, MetricFill, StepPlan, by_live, ranges
-from vtaps.runtime.live import Batch, Ints, Live, Places, RequestKey, Scheduled, TableError
+from vtaps.runtime.live import Batch, Chosen, Ints, Live, Places, RequestKey, Scheduled, Span, TableError, choose
 from vtaps.runtime.program import Program
-from vtaps.spec.rows import OPEN
+from vtaps.spec.rows import OPEN, Interval
 
 
 @dataclass
 class _Open:
-    """The plan of the last step, while steps like it may follow: ``left`` more of them select the same rows."""
+    """The plan of the last step, while steps like it may follow: ``left`` more of them select the same rows, each
+    with the ``next`` positions."""
 
     plan: StepPlan | None
     ids: list[str]
-    starts: Ints
+    next: Ints
     left: int
+    span: Span
     shift: int = 0
 
 
@@ -102,18 +104,16 @@ class RowTable:
         last, single = self._open, bool(len(batch.counts)) and int(batch.counts.max()) == 1
         self.number += 1
         if last is not None:
-            if (
-                single
-                and last.left > 0
-                and last.ids == batch.ids
-                and np.array_equal(batch.starts, last.starts + last.shift + 1)
-            ):
+            if single and last.left > 0 and last.ids == batch.ids and bool((batch.starts == last.next).all()):
                 last.left -= 1
                 last.shift += 1
+                last.next += 1
+                last.span.last = self.number
                 return last.plan, last.shift
             self.close()
-        plan, left = self._plan(batch)
-        self._open = _Open(plan, list(batch.ids), batch.starts.copy(), left - 1 if single else 0)
+        span = Span(self.number)
+        plan, left = self._plan(batch, span)
+        self._open = _Open(plan, list(batch.ids), batch.starts + 1, left - 1 if single else 0, span)
         return plan, 0
 
     def close(self) -> None:
@@ -128,22 +128,29 @@ class RowTable:
         for fill in (*last.plan.reads, *last.plan.sampled_reads):
             key = (fill.name, fill.sampled)
             for live, found in by_live(fill):
-                more = np.arange(found, found + shift + 1) if isinstance(found, int) else found
-                live.taken[fill.name] = int(more[-1]) + 1
-                places = live.places.setdefault(key, Places())
-                places.pieces.append(more)
-                places.count += len(more)
+                if (places := live.places.get(key)) is None:
+                    places = live.places[key] = Places()
+                if isinstance(found, int):
+                    live.taken[fill.name] = stop = found + shift + 1
+                    places.add(found, stop)
+                else:
+                    live.taken[fill.name] = int(found[-1]) + 1
+                    places.extend(found)
 
     def plan(self, batch: Sequence[Scheduled]) -> StepPlan | None:
         """The rows of one step that stands alone; None where it has nothing to do."""
         self.close()
         self.number += 1
-        plan, _ = self._plan(Batch.of(batch))
-        self._open = _Open(plan, [], np.empty(0, np.int64), 0)
+        span = Span(self.number)
+        plan, _ = self._plan(Batch.of(batch), span)
+        self._open = _Open(plan, [], np.empty(0, np.int64), 0, span)
         return plan
 
-    def _plan(self, batch: Batch) -> tuple[StepPlan | None, int]:
+    def _plan(self, batch: Batch, span: Span) -> tuple[StepPlan | None, int]:
         """The plan, and how many steps of decoding it holds for."""
+        # Many requests are alike: same selectors, same positions.
+        alike: dict[tuple[int, int], tuple[Interval, Chosen]] = {}
+        picked: dict[tuple[int, int, int], list[Ints]] = {}
         edits: dict[str, Found] = {}
         reads: dict[str, Found] = {}
         metrics: dict[str, list[tuple[int, Live, int]]] = {}
@@ -163,26 +170,40 @@ class RowTable:
             live = self.live[request_id]
             if live is None or live.compiled.idle:
                 continue
+            compiled = live.compiled
             last = start + count - 1
-            live.planned = (self.number, last)
-            if count == 1 and live.compiled.by_position:
+            live.planned, live.span = (self.number, last), span
+            if count == 1 and compiled.by_position:
                 if not live.calm[0] <= start < live.calm[1]:
-                    live.choose(start, self.program.uses_of)
+                    which = (id(compiled), start)
+                    if which not in alike:
+                        alike[which] = choose(compiled, start, self.program.uses_of)
+                    live.calm, live.chosen = alike[which]
                 left = min(left, live.calm[1] - start)
-                for edit, point in live.chosen.edits:
+                chosen = live.chosen
+                for edit, point in chosen.edits:
                     edits.setdefault(edit, Found()).add(live, start, offset, 1, point)
-                for read in live.chosen.reads:
+                for read in chosen.reads:
                     if start < live.taken.get(read, 0):
                         # The next step's rows are new ones.
                         left = 1
                     else:
-                        reads.setdefault(read, Found()).add(live, start, offset, 1)
-                measured: Sequence[str] = live.chosen.metrics
+                        if read not in reads:
+                            reads[read] = Found()
+                        reads[read].add(live, start, offset, 1)
+                measured: Sequence[str] = chosen.metrics
             else:
                 left = 1
-                # Asking for tokens may wait for the device.
-                tokens = np.empty(count, np.int64) if live.compiled.by_position else batch.tokens(number)
-                measured = self._rows(live, start, offset, tokens, edits, reads)
+                if compiled.by_position:
+                    share = (id(compiled), start, count)
+                    if share not in picked:
+                        picked[share] = [s.select(start, np.empty(count, np.int64)) for s in compiled.selections]
+                    picks = picked[share]
+                else:
+                    # Asking for tokens may wait for the device.
+                    tokens = batch.tokens(number)
+                    picks = [s.select(start, tokens) for s in compiled.selections]
+                measured = self._rows(live, picks, last, offset - start, edits, reads)
             if not sampled or last < live.prompt - 1:
                 left = 1
                 continue
@@ -217,19 +238,25 @@ class RowTable:
         return plan, left
 
     def _rows(
-        self, live: Live, start: int, offset: int, tokens: Ints, edits: dict[str, Found], reads: dict[str, Found]
+        self,
+        live: Live,
+        picks: Sequence[Ints],
+        last: int,
+        shift: int,
+        edits: dict[str, Found],
+        reads: dict[str, Found],
     ) -> list[str]:
-        """Add what selects the rows of ``tokens``; returns the metrics that select the last of them."""
+        """Add what each selector picked of the positions up to ``last``, which are in rows ``shift`` further; returns
+        the metrics that select the last of them."""
         compiled = live.compiled
-        picks = [selection.select(start, tokens) for selection in compiled.selections]
         for edit, which in compiled.edits:
             if len(found := picks[which]):
                 point = self.program.uses_of[edit.edit][edit]
-                edits.setdefault(edit.edit, Found()).add(live, found, found - start + offset, len(found), point)
+                edits.setdefault(edit.edit, Found()).add_all(live, found, shift, point)
         for read, which in compiled.reads:
-            found = picks[which]
-            new = found[found >= live.taken.get(read, 0)] if len(found) else found
+            new = picks[which]
+            if len(new) and new[0] < (taken := live.taken.get(read, 0)):
+                new = new[new >= taken]
             if len(new):
-                reads.setdefault(read, Found()).add(live, new, new - start + offset, len(new))
-        last = start + len(tokens) - 1
+                reads.setdefault(read, Found()).add_all(live, new, shift)
         return [m for m, which in compiled.metrics if len(picks[which]) and picks[which][-1] == last]

@@ -101,6 +101,7 @@ class Session:
         # Launches that each location must have seen: of a recorded one each forward, of another each step of its own.
         self._expected = np.zeros(len(self.at), np.int64)
         self._called = np.zeros(len(self.at), np.int64)
+        self._sampled = np.array([at.sampled for at in self.at], bool)
         self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
         self.proved = np.array([len(at.parts) if at.name in traced else 0 for at in self.at], np.int64)
         self.installed = install(self.block, self.program, model, self._act_of)
@@ -299,7 +300,7 @@ class Session:
         if self._plan.sampled_reads:
             # What they read was written by the unembedding, after the forward.
             self.harvest.computed(self.table.number)
-        self.harvest.measure(self._plan.metrics, self._shift, logits)
+        self.harvest.measure(self._plan.metrics, self._shift, logits, self.table.number)
 
     def replace(self, sampled: Tensor) -> None:
         """Write the overrides of the step into ``sampled`` ``[requests]``, in place."""
@@ -335,16 +336,19 @@ class Session:
         self._expected = self.launches()
 
     def _compare(self, seen: Any, *, sampled: bool) -> None:
-        for number, at in enumerate(self.at):
-            found, wanted = int(seen[number]) + int(self._called[number]), int(self._expected[number])
-            if found != wanted and at.sampled == sampled:
-                module = self.program.sites[at.name].module
-                self.rebase()
-                raise BlockFault(
-                    f"{at.name}: {module} was called twice in one step"
-                    if found > wanted
-                    else f"{at.name}: {module} was not called in a step that needs it"
-                )
+        found = seen[: len(self.at)] + self._called
+        off = (found != self._expected) & (self._sampled == sampled)
+        if not off.any():
+            return
+        number = int(off.argmax())
+        at, more = self.at[number], found[number] > self._expected[number]
+        module = self.program.sites[at.name].module
+        self.rebase()
+        raise BlockFault(
+            f"{at.name}: {module} was called twice in one step"
+            if more
+            else f"{at.name}: {module} was not called in a step that needs it"
+        )
 
     # -- results
 
@@ -357,7 +361,8 @@ class Session:
         lives = [(self.table.collect((key, child)), generated) for key, child, generated in wanted]
         # Steps that the engine has run ahead are not waited for.
         needed = max((live.step_of(live.prompt + max(n, 1) - 2) for live, n in lives), default=0)
-        self.harvest.settle(needed)
+        # Nor may a thread still have rows of theirs, as those that were computed past a stop.
+        self.harvest.settle(needed, max((live.span.last for live, _ in lives), default=0))
         return [(live.key, collected(live, generated)) for live, generated in lives]
 
     def handshake(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SLAB_BYTES = 64 << 20
 
 
 class Slab:
-    """Fields ``[rows, sites, …]``, asked for at once and given by the system as they are written."""
+    """Fields ``[rows, sites, …]``, each asked for at once."""
 
     def __init__(self, spool: Spool, rows: int) -> None:
         self._spool, self._rows = spool, rows
@@ -38,9 +38,9 @@ class Slab:
             where = slice(int(at[0]), int(at[-1]) + 1)
         for name, rows in fields.items():
             if name not in self.fields:
-                made = self.fields[name] = np.empty((self._rows, *rows.shape[1:]), rows.dtype)
+                made = self.fields[name] = self._spool.array((self._rows, *rows.shape[1:]), rows.dtype)
                 self._spool.count(made.nbytes)
-                weakref.finalize(made, self._spool.free, made.nbytes).atexit = False
+                weakref.finalize(made.base, self._spool.free, made.nbytes).atexit = False
             self.fields[name][where] = rows
 
 
@@ -56,12 +56,11 @@ class OnSlab:
 
     def read(self, name: str, sites: tuple[str, ...], stop: int, live: Live) -> Kept | None:
         """The rows at the positions below ``stop``, for good; None where there are none."""
-        positions = live.positions(name, self.sampled)
-        count = int(np.searchsorted(positions, stop))
-        if not count:
+        positions = live.positions(name, self.sampled, stop)
+        if not (count := len(positions)):
             return None
         rows = slice(self.start, self.start + count)
-        return Kept(name, sites, positions[:count], {n: a[rows] for n, a in self.slab.fields.items()}, self.dtype)
+        return Kept(name, sites, positions, {n: a[rows] for n, a in self.slab.fields.items()}, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,10 @@ class Places:
         for number, slab in enumerate(self.slabs):
             mine = np.flatnonzero((which == number) & inside)
             if len(mine):
-                slab.put(at[mine], {name: array[mine] for name, array in fields.items()})
+                # Neighbours are a view: an index would copy them first.
+                alone = mine[-1] - mine[0] + 1 == len(mine)
+                some: Any = slice(int(mine[0]), int(mine[-1]) + 1) if alone else mine
+                slab.put(at[some], {name: array[some] for name, array in fields.items()})
 
 
 def places(fill: Fill, sites: tuple[str, ...], dtype: str, size: int, spool: Spool) -> Places:

@@ -8,6 +8,7 @@ of this process.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import weakref
@@ -35,6 +36,9 @@ MAPPINGS = 30_000
 _mapped: set[str] = set()
 
 PIECE = 32 << 20
+REUSED = 64 << 20
+"""An array of more bytes is not kept for the next."""
+REUSED_ARRAYS = 4
 
 
 def machine_memory() -> int:
@@ -53,6 +57,10 @@ class SpoolError(Exception):
 class Spool:
     """The memory and the files of one worker's rows.
 
+    Arrays that were let go of are used again, a few of them: fresh memory costs more than writing the rows, and in a
+    virtual machine that gives free memory back to its host, ten times as much.  They are an eighth of ``memory`` at
+    most, beside it.
+
     ``memory``: bytes of rows that may be alive in memory, those included that the caller has not let go of; ``folder``:
     where arrays go that pass it (None: memory has no bound).  ``shared``: a folder in memory for a worker whose driver
     is another process, whose files need no copy to get there.  Folders are made when the first file is.
@@ -67,6 +75,32 @@ class Spool:
         self.alive = 0
         # What is let go of comes from any thread, and from inside a collection of garbage: no lock may be taken.
         self._freed: deque[int] = deque()
+        most = REUSED_ARRAYS if memory is None else min(REUSED_ARRAYS, memory // 8 // REUSED)
+        self._unused: deque[memoryview] = deque(maxlen=most)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Memory as it is.  The ``base`` of the array lives as long as any array that shows a part of it."""
+        size = math.prod(shape) * dtype.itemsize
+        memory = self._used_before(size)
+        # A view's base is the last array before something else: were it the memory itself, nobody would know that only
+        # views are left.
+        base = np.frombuffer(memory, np.uint8, size)
+        made: Array = base.view(dtype).reshape(shape)
+        if memory.nbytes <= REUSED and made.base is base:
+            weakref.finalize(base, self._unused.append, memory).atexit = False
+        return made
+
+    def _used_before(self, size: int) -> memoryview:
+        """At least ``size`` bytes and not many more."""
+        for _ in range(len(self._unused)):
+            try:
+                memory = self._unused.popleft()
+            except IndexError:
+                break
+            if size <= memory.nbytes <= size + size // 4:
+                return memory
+            self._unused.append(memory)
+        return np.empty(max(size, 1), np.uint8).data
 
     def place(self, size: int, more: int) -> Path | None:
         """The folder for an array that grows by ``more`` bytes to ``size``; None: memory."""
@@ -139,10 +173,10 @@ class Growing:
             # Past the bound it is a file: no more is asked for than can lie in memory.
             bound, row = self._spool.memory, max(1, rows[:1].nbytes)
             most = self._most if bound is None else min(self._most, bound // row)
-            self._rows = np.empty((max(most, stop, 2 * self.used), *self.row), self.dtype)
+            self._rows = self._spool.array((max(most, stop, 2 * self.used), *self.row), self.dtype)
             self._counted = [counted]
             self._spool.count(counted)
-            weakref.finalize(self._rows, _let_go, self._spool, self._counted).atexit = False
+            weakref.finalize(self._rows.base, _let_go, self._spool, self._counted).atexit = False
             if old is not None:
                 self._rows[: self.used] = old[: self.used]
         self._rows[self.used : stop] = rows

@@ -112,5 +112,5 @@ def collected(live: Live, generated: int) -> Collected:
         fired=live.ranges_fired(stop),
         kept=tuple(kept for kept in found if kept is not None),
         metrics=metrics,
-        overridden=tuple(sorted(s for s in live.overridden if s < generated)),
+        overridden=tuple(sorted(s for s in live.overridden if s < generated)) if live.overridden else (),
     )

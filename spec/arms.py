@@ -13,9 +13,13 @@ from vtaps.spec.names import defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit
 from vtaps.spec.spec import Arm, Axis, Spec
 
-FIELDS = {"add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (), "python": ()}
-COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by"}
-IDENTITY = {"add": 0.0, "scale": 1.0}
+FIELDS = {
+    "add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (),
+    "project_out": ("scale",), "clamp": ("vector", "min", "max"), "python": (),
+}  # fmt: skip
+COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by", "project_out": "scale"}
+IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0}
+NUMBERS = ("scale", "by", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,13 @@ def _arm(
     for combination in itertools.product(*factors):
         settings = [s for step in combination for s in step]
         points.append(_point(arm, settings, edits, overrides))
+    crossed = [
+        f"a sweep point of {e.edit} has min {e.low:g} above max {e.high:g}"
+        for p in points if arm.sweep for e in p.edits
+        if e.low is not None and e.high is not None and e.low > e.high
+    ]  # fmt: skip
+    if crossed:
+        found.append(Diagnostic("VT318", crossed[0], doc.key(*arm.where, "sweep")))
     for point in points:
         if not _fits(arm, point, overrides, sampling, doc, found):
             break
@@ -126,13 +137,13 @@ def _axis(
         if (problem := _wrong(kind, value)) is not None:
             found.append(Diagnostic("VT318", f"{axis.path}: {problem}", doc.at(*axis.where, i)))
             return None
-    values = [float(v) if kind in ("scale", "by") else v for v in axis.values]
+    values = [float(v) if kind in NUMBERS else v for v in axis.values]
     return [_Setting(target, kind, v) for v in values]
 
 
 def _wrong(kind: str, value: Any) -> str | None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in ("scale", "by") and not (number and abs(value) < float("inf")):
+    if kind in NUMBERS and not (number and abs(value) < float("inf")):
         return f"{value!r} is not a finite number"
     if kind == "on" and not isinstance(value, bool):
         return f"{value!r} is neither true nor false"
@@ -165,6 +176,8 @@ def _point(
             sites=(own["at"],) if "at" in own else tuple(s.name for s in edits[name].sites),
             coefficient=edit.coefficient,
             vector=own.get("vector", edit.vector),
+            low=own.get("min", edit.low),
+            high=own.get("max", edit.high),
         )
         if (key := COEFFICIENTS.get(edit.verb)) in own:
             point = replace(point, coefficient=own[key])

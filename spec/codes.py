@@ -71,6 +71,8 @@ CODES: dict[str, Code] = {
     "VT320": Code("the lens needs the residual stream"),
     "VT321": Code("the reads need more memory than they may take"),
     "VT322": Code("a Python function cannot be used"),
+    "VT323": Code("a vector has no direction of its own"),
+    "VT324": Code("the bounds do not fit"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -147,6 +147,14 @@ def edit_of(edit: Edit) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if edit.vector is not None:
         body["vector"] = edit.vector
+    if edit.vectors:
+        body["vectors"] = list(edit.vectors)
+    if edit.low is not None:
+        body["min"] = edit.low
+    if edit.high is not None:
+        body["max"] = edit.high
+    if edit.keep_norm:
+        body["keep_norm"] = True
     if edit.coefficient is not None:
         body["by" if edit.verb == "scale" else "scale"] = edit.coefficient
     if edit.heads is not None:

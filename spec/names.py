@@ -40,6 +40,8 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
     for edit in spec.edits.values():
         if edit.vector is not None:
             yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")
+        for i, vector in enumerate(edit.vectors):
+            yield "vectors", vector, (*edit.where, edit.verb, "vectors", i)
     for read in spec.reads.values():
         for i, name in enumerate(read.vectors):
             yield "vectors", name, (*read.where, "project", "vectors", i)

@@ -28,7 +28,8 @@ from vtaps.spec.spec import (
     Vector,
 )
 
-VERBS = ("add", "scale", "zero", "set", "python")
+VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "python")
+SCALED = ("add", "set", "project_out")
 PROMPT_KINDS = ("text", "chat", "ids")
 METRIC_KINDS = ("logprob", "logit_diff", "rank")
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -150,7 +151,7 @@ def _word(text: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
-    coefficient = {"add": body.get("scale", 1.0), "set": body.get("scale", 1.0), "scale": body.get("by")}.get(verb)
+    coefficient = body.get("scale", 1.0) if verb in SCALED else body.get("by")
     return Edit(
         name=name,
         where=where,
@@ -161,6 +162,10 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         vector=body.get("vector"),
         heads=parse_ranges(body["heads"]) if "heads" in body else None,
         dims=parse_ranges(body["dims"]) if "dims" in body else None,
+        vectors=tuple(body.get("vectors", ())),
+        low=float(body["min"]) if "min" in body else None,
+        high=float(body["max"]) if "max" in body else None,
+        keep_norm=bool(body.get("keep_norm")),
         python=_function(data["python"]) if verb == "python" else None,
     )
 

@@ -60,6 +60,8 @@ class PointEdit:
     sites: tuple[str, ...]
     coefficient: float | None
     vector: str | None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)

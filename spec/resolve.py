@@ -226,18 +226,32 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
                     doc.at(*edit.where, "at"),
                 )
             )
-    if edit.coefficient is not None and not math.isfinite(edit.coefficient):
-        key = "by" if edit.verb == "scale" else "scale"
-        found.append(Diagnostic("VT104", f"{key} must be a finite number", doc.at(*edit.where, edit.verb, key)))
+    found += _numbers(edit, doc)
     shapes = {(s.width, s.heads if edit.heads else None): s.name for s in sites}
     narrowed = edit.heads is not None or edit.dims is not None
-    if len(shapes) > 1 and (narrowed or edit.vector is not None):
+    if len(shapes) > 1 and (narrowed or edit.vector is not None or edit.vectors):
         listed = ", ".join(f"{name} is {width} wide" for (width, _), name in sorted(shapes.items(), key=str))
         found.append(
             Diagnostic("VT301", f"the locations of {edit.name!r} differ in shape: {listed}", doc.at(*edit.where, "at"))
         )
     columns = _columns(edit, sites[0], doc, found) if narrowed and len(found) == before else None
     return EditPlan(edit, sites, columns) if len(found) == before else None
+
+
+def _numbers(edit: Edit, doc: Document) -> list[Diagnostic]:
+    """VT104 for a number that is not finite, VT324 for bounds that bound nothing."""
+    where = (*edit.where, edit.verb)
+    said = {"by" if edit.verb == "scale" else "scale": edit.coefficient, "min": edit.low, "max": edit.high}
+    found = [
+        Diagnostic("VT104", f"{key} must be a finite number", doc.at(*where, key))
+        for key, value in said.items()
+        if value is not None and not math.isfinite(value)
+    ]
+    if edit.verb == "clamp" and edit.low is None and edit.high is None:
+        found.append(Diagnostic("VT324", "clamp has neither `min` nor `max`", doc.at(*where), ("min", "max")))
+    if edit.low is not None and edit.high is not None and edit.low > edit.high:
+        found.append(Diagnostic("VT324", f"min {edit.low:g} is above max {edit.high:g}", doc.at(*where, "min")))
+    return found
 
 
 def _columns(edit: Edit, site: Site, doc: Document, found: list[Diagnostic]) -> tuple[Interval, ...] | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from vtaps.spec.document import NodePath
 from vtaps.spec.rows import Interval, Rows
 
-Verb = Literal["add", "scale", "zero", "set", "python"]
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
 Sees = Literal["before_edits", "after_edits"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
@@ -67,8 +67,9 @@ class At:
 
 @dataclass(frozen=True)
 class Edit:
-    """``coefficient`` is ``scale`` of ``add`` and ``set`` and ``by`` of ``scale``; None for ``zero``.
-    ``heads`` and ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    """``coefficient`` is ``scale`` of ``add``, ``set`` and ``project_out`` and ``by`` of ``scale``; None elsewhere.
+    ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``; ``keep_norm`` is of
+    ``add``.  ``heads`` and ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -79,6 +80,10 @@ class Edit:
     vector: str | None = None
     heads: tuple[Interval, ...] | None = None
     dims: tuple[Interval, ...] | None = None
+    vectors: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    keep_norm: bool = False
     python: tuple[str, str] | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vtaps.spec.diagnostics import Diagnostic, nearest
@@ -10,7 +10,7 @@ from vtaps.spec.document import Document, NodePath
 from vtaps.spec.plan import EditPlan, ReadPlan
 from vtaps.spec.spec import Spec, Vector
 from vtaps.spec.tree import Site
-from vtaps.spec.vectors import VectorError, file_digest, read_vector, tensors_in
+from vtaps.spec.vectors import VectorError, directions, file_digest, read_vector, tensors_in
 
 CODES = {
     "missing": "VT306",
@@ -19,6 +19,7 @@ CODES = {
     "tensor": "VT307",
     "width": "VT301",
     "nonfinite": "VT308",
+    "direction": "VT323",
 }
 
 
@@ -42,6 +43,7 @@ def _uses(
                     swept.setdefault(target, []).extend((str(v), (*axis.where, i)) for i, v in enumerate(axis.values))
     for name, plan in edits.items():
         own = [(plan.edit.vector, (*plan.edit.where, plan.edit.verb, "vector"))] if plan.edit.vector else []
+        own += [(v, (*plan.edit.where, plan.edit.verb, "vectors", i)) for i, v in enumerate(plan.edit.vectors)]
         for vector, where in own + swept.get(name, []):
             for site in plan.sites:
                 yield vector, site, where
@@ -63,7 +65,7 @@ def check_vectors(
         if (vector.name, kind) in told:
             return
         told.add((vector.name, kind))
-        at_use = kind == "width" or vector.file is None
+        at_use = kind in ("width", "direction") or vector.file is None
         span = doc.at(*where) if at_use else doc.at(*vector.where, "tensor" if kind == "tensor" else "file")
         valid, close = _there(vector, doc) if kind in ("tensor", "ambiguous") else ((), None)
         if kind == "missing" and vector.file is not None:
@@ -99,7 +101,31 @@ def check_vectors(
         except VectorError as error:
             message = error.message + (f" ({site.name})" if error.kind in ("width", "tensor") else "")
             tell(vector, error.kind, message, where)
+    for plan in edits.values():
+        _check_directions(plan, spec, doc, good, tell)
     return digests
+
+
+def _check_directions(
+    plan: EditPlan, spec: Spec, doc: Document, good: set[tuple[str, int | None, int]], tell: Callable[..., None]
+) -> None:
+    """Vectors of which the direction alone counts have one, at every site where they could be read."""
+    edit = plan.edit
+    one = edit.vector is not None and edit.verb == "clamp"
+    names = (str(edit.vector),) if one else edit.vectors
+    if not names:
+        return
+    for site in plan.sites:
+        if site.width is None or any((name, site.layer, site.width) not in good for name in names):
+            continue
+        read = [read_vector(definition(spec.vectors[n]), doc.folder, site.layer, site.width) for n in names]
+        for count in range(1, len(names) + 1):  # the first that is at fault
+            where = (*edit.where, edit.verb, *(("vector",) if one else ("vectors", count - 1)))
+            try:
+                directions(read[:count], names[:count], plan.columns)
+            except VectorError as error:
+                tell(spec.vectors[names[count - 1]], error.kind, f"{error.message} ({site.name})", where)
+                return
 
 
 def _through_resid_pre(spec: Spec, section: str, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from vtaps.spec import digests
 
 Floats = npt.NDArray[np.float32]
-Kind = Literal["missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous"]
+Kind = Literal["missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous", "direction"]
 
 FLOATING = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """safetensors dtypes that a vector may have, with the numpy dtype of their bytes."""
@@ -74,6 +74,35 @@ def draw(seed: int, norm: float, layer: int | None, width: int) -> Floats:
     if not np.all(np.isfinite(vector)):
         raise VectorError("nonfinite", f"a random vector of norm {norm} is not finite in float32")
     return vector
+
+
+DEPENDENT = 1e-6
+"""A direction is no new one where less than this share of its length is left beside the ones before it."""
+
+
+def directions(vectors: Sequence[Floats], names: Sequence[str], columns: Sequence[tuple[int, int]] | None) -> Floats:
+    """Orthonormal directions that span ``vectors`` (float32 ``[width]`` each) in the half-open ``columns`` (None: all),
+    in order: float32 ``[len(vectors), width]``, 0 in other columns.  Worked out in float64.
+
+    Raises VectorError (direction) for a vector that is zero there, or a sum of the ones before it.
+    """
+    found: list[npt.NDArray[np.float64]] = []
+    for vector, name in zip(vectors, names, strict=True):
+        own = np.zeros(len(vector)) if columns is not None else vector.astype(np.float64)
+        for a, b in columns or ():
+            own[a:b] = vector[a:b]
+        length = float(np.linalg.norm(own))
+        if not length:
+            where = "in the columns of this edit" if columns is not None else "here"
+            raise VectorError("direction", f"{name} is zero {where}: it has no direction")
+        own /= length
+        for _ in range(2):  # once more, for what rounding left
+            for other in found:
+                own -= (own @ other) * other
+        if float(np.linalg.norm(own)) < DEPENDENT:
+            raise VectorError("direction", f"{name} lies in what the vectors before it span; leave it out")
+        found.append(own / np.linalg.norm(own))
+    return np.stack(found).astype(np.float32)
 
 
 def tensor_name(definition: Mapping[str, Any], layer: int | None) -> str | None:

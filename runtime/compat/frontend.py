@@ -119,9 +119,11 @@ class Frontend:
 
         try:
             params = SamplingParams(
-                **dict(sampling),
+                **sampling,
                 extra_args=None if extra_args is None else dict(extra_args),
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                # vLLM copies its parameters deeply, unless nobody else has them.
+                skip_clone=all(isinstance(value, _FLAT) for value in sampling.values()),
             )
             internal: str = self.engine.add_request(request_id, tokens_input(list(token_ids)), params)
         except VLLMClientError as error:
@@ -173,8 +175,11 @@ class Frontend:
             cleanup_dist_env_and_memory()
 
 
+_FLAT = (int, float, str, type(None))
+
+
 def _output(output: Any) -> Output:
-    ids = tuple(int(t) for t in output.token_ids)
+    ids = tuple(map(int, output.token_ids))
     logprobs = None
     if output.logprobs is not None:
         logprobs = tuple(float(at[t].logprob) for at, t in zip(output.logprobs, ids, strict=True))

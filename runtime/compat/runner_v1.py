@@ -78,7 +78,7 @@ class RunnerV1:
 
         from vtaps.runtime.compat.vllm_0_32 import Faults
 
-        session, runner = self.session, self.runner
+        session, runner, faults = self.session, self.runner, Faults(self.manifest)
 
         @functools.wraps(original)
         @torch.inference_mode()
@@ -87,7 +87,7 @@ class RunnerV1:
             for request_id in scheduler_output.finished_req_ids:
                 session.table.finish(request_id)
             self._began = False
-            with Faults(self.manifest):
+            with faults:
                 try:
                     result = original(scheduler_output, *args, **kwargs)
                     if self._began:

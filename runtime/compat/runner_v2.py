@@ -65,7 +65,7 @@ class RunnerV2:
 
         from vtaps.runtime.compat.vllm_0_32 import Faults
 
-        session = self.session
+        session, faults = self.session, Faults(self.manifest)
 
         @functools.wraps(original)
         @torch.inference_mode()
@@ -77,7 +77,7 @@ class RunnerV2:
                     session.passed()
                 return original(scheduler_output, *args, **kwargs)
             self._began = False
-            with Faults(self.manifest):
+            with faults:
                 try:
                     self._requests(scheduler_output)
                     result = original(scheduler_output, *args, **kwargs)

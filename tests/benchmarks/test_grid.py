@@ -248,6 +248,7 @@ class Fake:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stop_at: int = 99) -> None:
         self.now, self.ran, self.stop_at = 1000.0, 0, stop_at
         self.served: list[tuple[str, str, int]] = []
+        self.starts: list[tuple[str, int, str]] = []
         fake = self
 
         class Engine:
@@ -255,8 +256,10 @@ class Fake:
 
             def __init__(self, start: Start, told: Mapping[str, Any], job: Mapping[str, Any], _: float | None) -> None:
                 self.start, self.told = start, {**told, "cells": {}, "seconds": 60.0}
+                fake.starts.append(("starts", start.number, start.column))
 
             def ready(self) -> None:
+                fake.starts.append(("is ready", self.start.number, self.start.column))
                 if fake.ran == fake.stop_at:
                     raise KeyboardInterrupt
                 fake.ran += 1
@@ -319,6 +322,16 @@ def test_batches_of_engines_side_by_side_take_turns(monkeypatch: pytest.MonkeyPa
     assert fake.served[:5] == [(*x, 0) for x in first]
     assert fake.served[5:] == [(*first[n], 1) for n in (2, 1, 0, 4, 3)]
     assert len(json.loads(out.read_text(encoding="utf-8"))["children"]) == 3
+
+
+def test_engines_that_compile_start_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = Fake(monkeypatch, tmp_path)
+    words = [*ARGUMENTS[:2], "--columns", "plain,vtaps_taps", "--rows", "one_layer", "--side-by-side", "--starts", "2"]
+    assert grid.main([*words, "--out", str(tmp_path / "grid.json")]) == 0
+    assert fake.starts == [
+        ("starts", 0, "plain"), ("is ready", 0, "plain"), ("starts", 0, "vtaps_taps"), ("is ready", 0, "vtaps_taps"),
+        ("starts", 1, "vtaps_taps"), ("starts", 1, "plain"), ("is ready", 1, "vtaps_taps"), ("is ready", 1, "plain"),
+    ]  # fmt: skip
 
 
 def test_a_child_that_fails_says_why(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def write_case(
         for edit, data in edits.items():
             if name in data["sites"]:
                 columns = "" if data.get("columns") is None else f", columns={data['columns']!r}"
+                columns += ", keep_norm=True" if data.get("keep_norm") else ""
                 lines.append(f"    # edits.{edit}: by hand")
                 lines.append(f'    vt.{CALLS.get(data["verb"], data["verb"])}(t, "{edit}", {values}{columns})')
         for read in late:

@@ -318,19 +318,42 @@ def test_a_mixed_batch_equals_one_at_a_time(engine: Engine) -> None:
     together = serve(engine, *requests)
     assert len(together) == len(requests)
     for r in requests:
-        (alone,) = serve(engine, r)[r.key].completions
-        (mixed,) = together[r.key].completions
-        assert alone.token_ids == mixed.token_ids
-        assert alone.record.fired == mixed.record.fired
-        assert alone.record.reads.keys() == mixed.record.reads.keys()
-        for where, read in alone.record.reads.items():
-            other = mixed.record.reads[where]
-            assert read.positions.tolist() == other.positions.tolist()
-            for field, value in read.values.items():
-                if field != "ids":
-                    np.testing.assert_allclose(
-                        value, other.values[field], atol=2 * TOLERANCE, err_msg=f"{r.key} {where}"
-                    )
+        same(serve(engine, r)[r.key], together[r.key])
+
+
+def same(alone: Finished, mixed: Finished) -> None:
+    [a], [b] = alone.completions, mixed.completions
+    assert a.token_ids == b.token_ids
+    assert a.record.fired == b.record.fired
+    assert a.record.reads.keys() == b.record.reads.keys()
+    for where, read in a.record.reads.items():
+        other = b.record.reads[where]
+        assert read.positions.tolist() == other.positions.tolist()
+        for field, value in read.values.items():
+            if field != "ids":
+                said = f"{alone.request.key} {where}"
+                np.testing.assert_allclose(value, other.values[field], atol=2 * TOLERANCE, err_msg=said)
+    assert a.record.metrics.keys() == b.record.metrics.keys()
+    for name, (positions, values) in a.record.metrics.items():
+        assert positions.tolist() == b.record.metrics[name][0].tolist()
+        if name != "k":  # a rank
+            np.testing.assert_allclose(values, b.record.metrics[name][1], atol=5 * TOLERANCE)
+
+
+def test_what_ended_is_whole_a_step_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests end in different steps and others begin in them; as with asynchronous scheduling, which vLLM does not
+    have on a CPU."""
+    monkeypatch.setitem(engine.report, "async_scheduling", True)
+    monkeypatch.setitem(engine.report, "max_num_batched_tokens", 40)
+    requests = [request(f"{a}/{p}", a, PROMPTS[p]) for a in ("look", "add", "forced", "plain") for p in PROMPTS]
+    length = {r.key: 1 + (5 * n) % NEW for n, r in enumerate(requests)}
+    sampling = {r.key: {**GREEDY, "max_tokens": length[r.key]} for r in requests}
+    ended = list(engine.run(requests, lambda r: sampling[r.key]))
+    assert [f.request.key for f in ended] != list(length)
+    assert {f.request.key: len(f.completions[0].token_ids) for f in ended} == length
+    for found in ended:
+        (alone,) = engine.run([found.request], lambda r: sampling[r.key])
+        same(alone, found)
 
 
 def test_children_are_told_apart(engine: Engine, twin: Any) -> None:

@@ -85,8 +85,8 @@ class Done:
 
 
 class Stream:
-    def record_event(self) -> Done:
-        return Done()
+    def record_event(self, event: Done | None = None) -> Done:
+        return event or Done()
 
     def wait_event(self, e: Any) -> None: ...
 
@@ -163,6 +163,44 @@ def test_steps_without_reads_keep_no_events(tmp_path: Path, stream: Stream) -> N
         step(s, model, X[:1], n)
     record(s, 48)
     assert len(s.harvest._events) < 10
+
+
+@pytest.mark.parametrize("also_in_it", [False, True])
+def test_only_later_steps_of_others_are_not_waited_for(
+    tmp_path: Path, stream: Stream, monkeypatch: pytest.MonkeyPatch, also_in_it: bool
+) -> None:
+    """Two steps have left, and the second has not arrived: a request's last row is in the first, and a row past its
+    stop may be in the second."""
+    monkeypatch.setattr(harvest, "GATHERED_BYTES", 1)
+    arrived = threading.Event()
+
+    class Second(Done):
+        def synchronize(self) -> None:
+            assert arrived.wait(10)
+
+    s = session(tmp_path, {"s": {"module": "op", "input": "x"}})
+    model = attached(s)
+    s.table.admit("r2", {"key": "k2", "arm": "a", "point": 0}, 1)
+    s.harvest._stream = stream
+    step(s, model)
+    monkeypatch.setattr(stream, "record_event", lambda event=None: Second())
+    shares = [Scheduled("r2", 0, np.zeros(1, np.int64), 0)]
+    if also_in_it:
+        shares.append(Scheduled("r", 3, np.zeros(1, np.int64), 1))
+    with torch.inference_mode():
+        s.begin(shares)
+        model(X[: len(shares)] + 100)
+        s.end()
+    if also_in_it:
+        with pytest.raises(AssertionError, match="it hangs"):
+            within(0.3, lambda: s.harvest.settle(1, s.table.live["r"].span.last))
+        arrived.set()
+    first = within(3, lambda: record(s)).reads["look", "s"]
+    assert np.array_equal(first.values["rows"], X) and list(first.positions) == [0, 1, 2]
+    arrived.set()
+    [(_, second)] = within(3, lambda: s.collect([("k2", 0, 1)]))
+    assert np.array_equal(second.reads["look", "s"].values["rows"], X[:1] + 100)
+    s.close()
 
 
 def test_the_bound_holds_across_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

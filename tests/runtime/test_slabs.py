@@ -65,7 +65,7 @@ def test_every_row_is_in_its_place(sizes: list[tuple[int, int]], late: int, data
         fields = {"rows": np.stack([value(i, x.prompt + step) for i, x in enumerate(lives)])}
         places(second, SITES, "float32", ROW, spool).put(rows, np.full_like(rows, step), fields)
     for i, x in enumerate(lives):
-        x.places["r", False] = Places([np.arange(x.prompt + steps)], x.prompt + steps)
+        x.places["r", False] = Places([(0, x.prompt + steps)], x.prompt + steps)
         kept = x.kept["r", SITES].read("r", SITES, x.end, x)
         assert kept.positions.tolist() == list(range(x.end)) and kept.dtype == "float32"
         np.testing.assert_array_equal(kept.values["rows"], np.stack([value(i, p) for p in range(x.end)]))

@@ -329,6 +329,7 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
     made = object.__new__(harvest.Harvest)
     made._stream, made._thread, made._failed = Stream(), None, None
     made._sent = made._sorted = made._on_way = 0
+    made._first = harvest.deque()
     made._loads, made._arrived = harvest.queue.SimpleQueue(), threading.Condition()
     go, most = threading.Semaphore(0), 0
 
@@ -337,7 +338,7 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
 
     def send() -> None:
         for _ in range(10):
-            made._send([torch.zeros(10)], deliver, None)  # 40 bytes
+            made._send([torch.zeros(10)], deliver, None, 1)  # 40 bytes
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -353,7 +354,42 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
     def fail(_: Any) -> None:
         raise SpoolError("the disk is full")
 
-    made._send([torch.zeros(10)], fail, None)
+    made._send([torch.zeros(10)], fail, None, 1)
     made.close()
     with pytest.raises(SpoolError, match="the disk is full"):
-        made._send([torch.zeros(10)], fail, None)
+        made._send([torch.zeros(10)], fail, None, 1)
+
+
+@pytest.mark.parametrize(
+    "show", [lambda a: a, lambda a: a[3:4, 1], lambda a: pytest.importorskip("torch").from_numpy(a)[2:], memoryview]
+)
+def test_memory_is_used_again_once_nobody_shows_it(show: Any) -> None:
+    spool = Spool()
+    made = spool.array((6, 2), np.dtype(np.float32))
+    made[:] = 7
+    shown, where = show(made), made.ctypes.data
+    del made
+    gc.collect()
+    other = spool.array((6, 2), np.dtype(np.float32))
+    other[:] = 9
+    assert other.ctypes.data != where and np.all(np.asarray(shown) == 7)
+    del shown
+    gc.collect()
+    assert spool.array((3, 2), np.dtype(np.float64)).ctypes.data == where
+
+
+def test_little_memory_is_kept_for_the_next_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spools, "REUSED", 100)
+    kind = np.dtype(np.uint8)
+
+    def kept(spool: Spool, *sizes: int) -> list[int]:
+        made = [spool.array((size,), kind) for size in sizes]
+        del made
+        return sorted(memory.nbytes for memory in spool._unused)
+
+    assert kept(Spool(), 101, 100, 50) == [50, 100]
+    assert len(kept(Spool(), *[10] * 20)) == spools.REUSED_ARRAYS
+    assert kept(Spool(memory=1700), 80, 80, 80) == [80, 80]  # an eighth
+    assert kept(Spool(memory=700), 80) == []
+    spool = Spool()
+    assert kept(spool, 80) == [80] and kept(spool, 60) == [60, 80] and kept(spool, 70) == [60, 80]

@@ -1,0 +1,182 @@
+"""Verbs that look at a row as a whole, on both engines: verb × location × rows × columns, against Hugging Face with the
+formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from tests.engine.case import (  # noqa: E402
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    arm,
+    by_key,
+    hugging_face,
+    reference,
+    request,
+    tiny_llama,
+    use,
+    write_case,
+)
+from vtaps.runtime.engine import Engine  # noqa: E402
+from vtaps.spec.vectors import draw  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+STREAMS = [f"resid_post[{i}]" for i in range(LAYERS)]
+GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+# On CUDA vLLM's attention multiplies float32 in TF32.
+TOLERANCE = 4e-3 if torch.cuda.is_available() else 4e-5
+VECTORS = {"r": (1, 6.0), "s": (2, 1.0), "t": (3, 0.5)}
+Floats = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One edit as the lock and the formula take it; ``first``: which row of a prompt of P tokens it begins at."""
+
+    verb: str
+    site: str
+    rows: str
+    more: dict[str, Any]
+    point: dict[str, Any]
+    columns: tuple[tuple[int, int], ...] | None = None
+
+
+SELECTED: dict[str, Callable[[int, int], slice]] = {
+    "all": lambda prompt, count: slice(0, count),
+    "prompt": lambda prompt, count: slice(0, prompt),
+    "sampling": lambda prompt, count: slice(prompt - 1, count),
+    "generated": lambda prompt, count: slice(prompt, count),
+}
+MID, Z = "resid_post[1]", "z[1]"
+HEAD = ((HEAD_DIM, 2 * HEAD_DIM),)
+USES = {
+    "out": Use("project_out", MID, "all", {"vectors": ["r"]}, {"coefficient": 1.0}),
+    "out_three": Use("project_out", "resid_post[0]", "sampling", {"vectors": ["r", "s", "t"]}, {"coefficient": 1.0}),
+    "out_half": Use("project_out", "resid_post[2]", "generated", {"vectors": ["s", "r"]}, {"coefficient": 0.5}),
+    "out_head": Use("project_out", Z, "all", {"vectors": ["r"]}, {"coefficient": 1.0}, HEAD),
+    "low": Use("clamp", MID, "all", {}, {"vector": "r", "min": 0.5, "max": None}),
+    "high": Use("clamp", "resid_post[0]", "prompt", {}, {"vector": "s", "min": None, "max": -0.25}),
+    "both": Use("clamp", "resid_post[2]", "sampling", {}, {"vector": "t", "min": -0.1, "max": 0.1}),
+    "clamp_head": Use("clamp", Z, "all", {}, {"vector": "s", "min": 0.02, "max": 0.03}, HEAD),
+    "keep": Use("add", MID, "all", {"keep_norm": True}, {"coefficient": 0.7, "vector": "r"}),
+    "keep_some": Use("add", "resid_post[2]", "generated", {"keep_norm": True}, {"coefficient": -2.0, "vector": "s"},
+                     ((3, 40), (100, 128))),
+    "keep_head": Use("add", Z, "sampling", {"keep_norm": True}, {"coefficient": 0.3, "vector": "t"}, HEAD),
+}  # fmt: skip
+
+
+def formula(use: Use, x: Floats, layer: int) -> Floats:
+    """float64 ``[rows, width]`` after the edit."""
+
+    def vector(name: str) -> Floats:
+        whole = draw(VECTORS[name][0], VECTORS[name][1], layer, x.shape[1]).astype(np.float64)
+        return np.where(here, whole, 0.0) if use.verb != "add" else whole
+
+    here = np.ones(x.shape[1], bool)
+    if use.columns is not None:
+        here[:] = False
+        for a, b in use.columns:
+            here[a:b] = True
+    own = np.where(here, x, 0.0)
+    if use.verb == "project_out":
+        basis, _ = np.linalg.qr(np.stack([vector(v) for v in use.more["vectors"]], axis=1))
+        out = x - use.point["coefficient"] * (own @ basis) @ basis.T
+    elif use.verb == "clamp":
+        u = vector(use.point["vector"])
+        u = u / np.linalg.norm(u)
+        p = own @ u
+        low, high = use.point["min"], use.point["max"]
+        q = np.clip(p, -np.inf if low is None else low, np.inf if high is None else high)
+        out = x + np.outer(q - p, u)
+    else:
+        y = x + use.point["coefficient"] * vector(use.point["vector"])
+        now = np.linalg.norm(np.where(here, y, 0.0), axis=1, keepdims=True)
+        out = y * np.linalg.norm(own, axis=1, keepdims=True) / now
+    return np.where(here, out, x)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=["eager", "taps"])
+def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("case")
+    lock, block = write_case(
+        folder, model,
+        edits={
+            name: {
+                "verb": u.verb, "sites": [u.site], "tokens": {"rows": u.rows}, **u.more,
+                **({} if u.columns is None else {"columns": [list(c) for c in u.columns]}),
+            }
+            for name, u in USES.items()
+        },
+        reads={"stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}}},
+        vectors={n: {"random": {"seed": seed, "norm": norm}} for n, (seed, norm) in VECTORS.items()},
+        arms={
+            "base": arm(reads=["stream"]),
+            **{
+                name: arm({**use(name, u.site), "coefficient": None, "vector": None, **u.point}, reads=["stream"])
+                for name, u in USES.items()
+            },
+        },
+        # Prompts come in pieces, beside rows of others.
+        vllm={"max_num_batched_tokens": 48},
+        mode=request.param,
+    )  # fmt: skip
+    with Engine(lock, folder, block, folder / "manifest") as made:
+        yield made
+
+
+def test_every_verb_in_one_batch(engine: Engine, model: Path) -> None:
+    twin = hugging_face(model)
+    rng = np.random.default_rng(0)
+    asked = [
+        request(f"{name}/{size}", name, rng.integers(4, 260, size).tolist())
+        for name in ("base", *USES)
+        for size in (3, 19)
+    ]
+    served = by_key(list(engine.run(asked, lambda _: GREEDY)))
+    assert len(served) == len(asked)
+    moved = dict.fromkeys(USES, 0.0)
+    for key, finished in served.items():
+        (completion,) = finished.completions
+        prompt = len(finished.request.prompt_token_ids)
+        ids = [*finished.request.prompt_token_ids, *completion.token_ids][:-1]
+        edits: dict[str, Any] = {}
+        name = finished.request.arm
+        if name in USES:
+            one = USES[name]
+            rows = SELECTED[one.rows](prompt, len(ids))
+
+            def change(x: Any, one: Use = one, rows: slice = rows, name: str = name) -> Any:
+                changed = torch.from_numpy(formula(one, x[rows].double().numpy(), int(one.site[-2]))).float()
+                moved[name] = max(moved[name], float((changed - x[rows]).abs().max()))
+                x[rows] = changed
+                return x
+
+            edits = {one.site: change}
+            assert completion.record.fired[name] == ((rows.start, rows.stop),), key
+        logits, streams = reference(twin, ids, edits)
+        assert list(completion.token_ids) == logits[prompt - 1 :].argmax(-1).tolist(), key
+        for site in STREAMS:
+            got = completion.record.reads["stream", site].values["rows"]
+            np.testing.assert_allclose(got, streams[site], atol=TOLERANCE, rtol=TOLERANCE, err_msg=f"{key} {site}")
+    # A check that could not fail would pass on a verb that does nothing.
+    assert min(moved.values()) > 20 * TOLERANCE, moved
+
+
+def test_heads_are_whole_heads() -> None:
+    assert HEAD == ((HEAD_DIM, 2 * HEAD_DIM),) and HEADS > 1
