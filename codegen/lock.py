@@ -10,7 +10,7 @@ from typing import Any
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, EditPlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
 from vtaps.spec.vector_use import definition
@@ -74,7 +74,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "tokens": p.edit.tokens.to_json(),
                 **({"vectors": list(p.edit.vectors)} if p.edit.vectors else {}),
                 **({"keep_norm": True} if p.edit.keep_norm else {}),
-                **_python(p, plan),
+                **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
         },
@@ -89,6 +89,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "vectors": list(p.read.vectors),
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
+                **_python(p.read.python, plan),
             }
             for name, p in reads.items()
         },
@@ -122,10 +123,10 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
     }
 
 
-def _python(edit: EditPlan, plan: Plan) -> dict[str, Any]:
-    if edit.edit.python is None:
+def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:
+    if named is None:
         return {}
-    file, function = edit.edit.python
+    file, function = named
     return {"python": {"file": file, "function": function, "digest": plan.outside.get(file)}}
 
 

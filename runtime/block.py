@@ -21,13 +21,13 @@ from typing import Literal
 from torch import Tensor
 
 __all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "clamp", "keep", "lens", "mean", "norm", "project",
-           "project_out", "python", "scale", "set_", "zero"]  # fmt: skip
+           "project_out", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
 EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
-ReadKind = Literal["rows", "mean", "norm", "project", "lens"]
+ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class Note:
     kind: ReadKind | None = None
     columns: Columns | None = None
     keep_norm: bool = False
+
+    @property
+    def python(self) -> bool:
+        """Whether a function of the user's does it."""
+        return "python" in (self.verb, self.kind)
 
 
 class Tap:
@@ -185,3 +190,8 @@ def project(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -
 def mean(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """Mean over the rows of a request, float32 ``[1, width]``."""
     t.notes.append(Note(name, kind="mean"))
+
+
+def python_read(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+    """What the read's own function gives for each row, ``[n, …]``: :mod:`vtaps.runtime.functions`."""
+    t.notes.append(Note(name, kind="python"))

@@ -41,7 +41,7 @@ from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
-from vtaps.spec.slots import slot_count
+from vtaps.spec.slots import GATHERED_BYTES, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP}
@@ -51,8 +51,8 @@ CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PR
 class Axis:
     """The board of all locations whose tensors have a row a token, or a row a request.
 
-    ``parts``: what a location does, in order, where that is more than its one launch: launches, and the names of edits
-    that Python makes in between.  ``upload`` (None: the board's table is ``host``) brings the table to the device.
+    ``parts``: what a location does, in order, where that is more than its one launch: launches, and what Python does
+    in between.  ``upload`` (None: the board's table is ``host``) brings the table to the device.
     """
 
     board: Board
@@ -60,7 +60,7 @@ class Axis:
     columns: dict[tuple[str, str], int]
     rings: dict[str, Ring]
     locations: dict[str, LocationProgram] = field(default_factory=dict)
-    parts: dict[str, tuple[LocationProgram | str, ...]] = field(default_factory=dict)
+    parts: dict[str, tuple[LocationProgram | Note, ...]] = field(default_factory=dict)
     upload: Upload | None = None
     dirty: int = 0
 
@@ -184,10 +184,10 @@ class Boards:
         for name, notes in mine.items():
             site = program.sites[name]
             statements: list[Statement] = []
-            parts: list[list[Statement] | str] = []
+            parts: list[list[Statement] | Note] = []
             for note in notes:
-                if note.verb == "python":
-                    parts.append(note.name)
+                if note.python:
+                    parts.append(note)
                     continue
                 if note.verb:
                     statements.append(self._edit(board, row, site, note, columns["edit", note.name]))
@@ -197,7 +197,7 @@ class Boards:
                     board.set_read(row, memory, index)
                     code = KEEP if note.kind in ("rows", "lens") else KEEP32
                     statements.append(Statement(code, columns["read", note.name], row, False))
-                if not parts or isinstance(parts[-1], str):
+                if not parts or isinstance(parts[-1], Note):
                     parts.append([])
                 if isinstance(last := parts[-1], list):
                     last.append(statements[-1])
@@ -205,9 +205,9 @@ class Boards:
             first = 0 if site.columns is None else site.columns[0]
             number, width = self.order[name], site.width
             axis.locations[name] = LocationProgram(number, first, width, tuple(statements))
-            if any(isinstance(part, str) for part in parts):
+            if any(isinstance(part, Note) for part in parts):
                 axis.parts[name] = tuple(
-                    part if isinstance(part, str) else LocationProgram(number, first, width, tuple(part))
+                    part if isinstance(part, Note) else LocationProgram(number, first, width, tuple(part))
                     for part in parts
                 )
         return axis
@@ -262,6 +262,9 @@ class Boards:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
         kept = self.dtype if kind in ("rows", "lens") else torch.float32
         count = self._slots[key]
+        if kind == "python":
+            # How wide and of what kind its slots are is known once the function has been called: see `keep`.
+            return Ring(key, name, kind, count, [])
         groups = [
             (tuple(some), torch.zeros((count, len(some), width), dtype=kept, device=self.device))
             for width, some in by_width.items()
@@ -278,17 +281,27 @@ class Boards:
                 f"read {ring.read}: a step selects {count} rows and there are {ring.slots} slots; lower "
                 "max_num_batched_tokens or run the requests that the lock was made for"
             )
-        ring.slots, ring.head = slot_count(count, ring.row_bytes), 0
+        # Where nothing is in the slots yet, what a row takes is not known: no more of them than needed.
+        ring.slots, ring.head = slot_count(count, ring.row_bytes or GATHERED_BYTES), 0
         ring.groups = [
             (sites, torch.zeros((ring.slots, *memory.shape[1:]), dtype=memory.dtype, device=self.device))
             for sites, memory in ring.groups
         ]
         for axis in self.axes:
             for number, program in axis.locations.items() if ring in axis.rings.values() else ():
-                launched = (note for note in self.notes[number] if note.verb != "python")
+                launched = (note for note in self.notes[number] if not note.python)
                 for note, statement in zip(launched, program.statements, strict=True):
                     if note.kind and note.name == ring.read:
                         axis.board.set_read(statement.descriptor, *_place(ring, number))
+
+    def keep(self, ring: Ring, site: str, start: int, rows: Tensor) -> None:
+        """Write what a function gave for the rows of a step, ``[n, …]``, into the slots ``start …`` of ``site``; the
+        first call makes the memory."""
+        memory = next((m for sites, m in ring.groups if sites == (site,)), None)
+        if memory is None:
+            memory = torch.zeros((ring.slots, 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
+            ring.add((site,), memory)
+        memory[start : start + len(rows), 0] = rows
 
     def adopt(self, other: Boards) -> None:
         """Take the tables, vectors and slots of ``other``, behind the addresses of this one: what was compiled and
@@ -307,7 +320,7 @@ class Boards:
         for axis in self.axes:
             axis.clear()
 
-    def find(self, name: str) -> tuple[Board, LocationProgram, tuple[LocationProgram | str, ...]]:
+    def find(self, name: str) -> tuple[Board, LocationProgram, tuple[LocationProgram | Note, ...]]:
         """The location's board, all that is launched there, and its parts in order."""
         for axis in self.axes:
             if name in axis.locations:

@@ -102,6 +102,9 @@ class StepPlan:
         return out
 
 
+NOTHING = StepPlan(0, (), (), (), (), (), ())
+
+
 @dataclass
 class Found:
     """What a step selects for one edit or read, a piece a request: one row as a number, more as an array."""

@@ -1,8 +1,10 @@
-"""Edits by a function of the user's: ``def flip(rows, at)`` in a file beside the spec.
+"""Edits and reads by a function of the user's: ``def flip(rows, at)`` in a file beside the spec.
 
 It gets the selected rows of one location in one step, ``[n, width]`` in the model's dtype on the model's device (of a
-residual pair the sum), and says what stands there instead: a tensor of the same shape, or None where it changed
-``rows`` in place.  A function of one parameter gets the rows alone.
+residual pair the sum); a function of one parameter gets the rows alone.  The rows are a copy.
+
+An edit says what stands there instead: a tensor of the same shape, or None where it changed ``rows`` in place.  A read
+says what is kept: a tensor with a row for each of ``rows``, ``[n, …]``, of one shape and dtype at each location.
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ from vtaps.runtime.kernels import LocationProgram
 from vtaps.runtime.program import LockError, Program, SiteEntry
 from vtaps.spec import digests
 
+KEPT = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+"""The dtypes of what a read keeps."""
+
 
 @dataclass(frozen=True)
 class At:
-    """Where the rows of one call are from, an entry a row: ``positions`` (int64 ``[n]``, counted from the prompt's
-    start) and ``requests`` (their keys)."""
+    """Where the rows of one call are from: ``location`` as the results name it, the path of its ``module`` in the
+    model, of a location before the module its parameter ``input``; an entry a row: ``positions`` (int64 ``[n]``,
+    counted from the prompt's start) and ``requests`` (their keys)."""
 
     location: str
+    module: str
+    input: str | None
     layer: int | None
     positions: npt.NDArray[np.int64]
     requests: tuple[str, ...]
@@ -44,14 +52,40 @@ class FunctionFault(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """One edit's function, ready to be called; ``alone``: it takes the rows and nothing else."""
+    """One edit's or read's function, ready to be called; ``alone``: it takes the rows and nothing else."""
 
     name: str
     call: Callable[..., Any]
     alone: bool
 
     def __call__(self, rows: Tensor, at: At) -> Tensor:
-        """Raises FunctionFault."""
+        """What stands in place of ``rows``.  Raises FunctionFault."""
+        given = self._given(rows, at)
+        if given is None:
+            return rows
+        if given.shape != rows.shape or given.device != rows.device:
+            raise FunctionFault(
+                f"{self.name} gave back {list(given.shape)} on {given.device}, where "
+                f"{list(rows.shape)} on {rows.device} was due"
+            )
+        return given.to(rows.dtype)
+
+    def kept(self, rows: Tensor, at: At) -> Tensor:
+        """What is kept of ``rows``, ``[n, …]`` with one of the dtypes :data:`KEPT`.  Raises FunctionFault."""
+        count = len(rows)
+        given = self._given(rows, at)
+        if given is None:
+            raise FunctionFault(f"{self.name} gave back nothing: what a read's function gives back is what is kept")
+        if given.dim() == 0 or len(given) != count:
+            due = f"{count} rows: one for each" if count != 1 else "1 row: one"
+            raise FunctionFault(f"{self.name} gave back {list(given.shape)} for {due} was due")
+        if not given.numel():
+            raise FunctionFault(f"{self.name} gave back {list(given.shape)}: there is nothing to keep")
+        if (dtype := _name(given.dtype)) not in KEPT:
+            raise FunctionFault(f"{self.name} gave back {dtype}; a read keeps {', '.join(KEPT)}")
+        return given.detach()
+
+    def _given(self, rows: Tensor, at: At) -> Tensor | None:
         try:
             given = self.call(rows) if self.alone else self.call(rows, at)
         except Exception as error:
@@ -59,16 +93,9 @@ class Function:
             line = frames[-1].lineno if frames else self.call.__code__.co_firstlineno
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise FunctionFault(f"{Path(self._file).name}:{line}, in {self.name}: {what}") from error
-        if given is None:
-            return rows
-        if not isinstance(given, Tensor):
+        if given is not None and not isinstance(given, Tensor):
             raise FunctionFault(f"{self.name} gave back {type(given).__name__}, not a tensor")
-        if given.shape != rows.shape or given.device != rows.device:
-            raise FunctionFault(
-                f"{self.name} gave back {list(given.shape)} on {given.device}, where "
-                f"{list(rows.shape)} on {rows.device} was due"
-            )
-        return given.to(rows.dtype)
+        return given
 
     @property
     def _file(self) -> str:
@@ -84,27 +111,33 @@ class _Chosen:
     positions: npt.NDArray[np.int64]
     requests: tuple[str, ...]
 
+    def at(self, site: SiteEntry, shift: int) -> At:
+        return At(site.name, site.module, site.input, site.layer, self.positions + shift, self.requests)
+
 
 class Functions:
-    """The functions of a program's edits, each file imported once.  Raises LockError."""
+    """The functions of a program's edits and reads, each file imported once.  Raises LockError."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._of: dict[str, Function] = {}
+        self._of: dict[tuple[str, str], Function] = {}
         self._chosen: dict[tuple[str, str], _Chosen] = {}
+        self._first: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
         modules: dict[str, Any] = {}
-        for name, edit in program.edits.items():
-            if edit.python is None:
+        named = [("edits", name, edit.python) for name, edit in program.edits.items()]
+        named += [("reads", name, read.python) for name, read in program.reads.items()]
+        for section, name, python in named:
+            if python is None:
                 continue
-            file, function, digest = edit.python
+            file, function, digest = python
             if file not in modules:
-                modules[file] = _import(f"edits.{name}", program.folder / Path(file).expanduser(), digest)
+                modules[file] = _import(f"{section}.{name}", program.folder / Path(file).expanduser(), digest)
             call = getattr(modules[file], function, None)
             if not inspect.isfunction(call):
-                raise LockError(f"edits.{name}", f"{file} has no function {function}")
+                raise LockError(f"{section}.{name}", f"{file} has no function {function}")
             kinds = inspect.signature(call).parameters.values()
             alone = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in kinds) == 1
-            self._of[name] = Function(f"{file}:{function}", call, alone)
+            self._of[section, name] = Function(f"{file}:{function}", call, alone)
 
     def run(
         self,
@@ -131,27 +164,74 @@ class Functions:
         rows = known.rows
         if not len(rows):
             return
-        cut = slice(place.first, place.first + place.width)
-        hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
-        stream = hidden.index_select(0, rows)
-        if rest is not None:
-            stream = (stream.float() + rest.index_select(0, rows).float()).to(x.dtype)
-        at = At(site.name, site.layer, known.positions + shift, known.requests)
-        hidden.index_copy_(0, rows, self._of[edit](stream, at))
+        hidden, rest, stream = _stream(x, residual, rows, place)
+        hidden.index_copy_(0, rows, self._of["edits", edit](stream, known.at(site, shift)))
         if rest is not None:
             rest.index_fill_(0, rows, 0.0)
+
+    def read(
+        self,
+        read: str,
+        fills: Sequence[Fill],
+        shift: int,
+        x: Tensor,
+        residual: Tensor | None,
+        site: SiteEntry,
+        place: LocationProgram,
+    ) -> Tensor | None:
+        """What ``read`` keeps of the rows of its fill at a location, in their order, ``[n, …]``: of the shape and dtype
+        that its first call there gave.  None where the step has no row for it; the rest as in :meth:`run`.
+
+        Raises FunctionFault.
+        """
+        fill = next((f for f in fills if f.name == read), None)
+        if fill is None:
+            return None
+        known = self._chosen.get((read, ""))
+        if known is None or known.fill() is not fill:
+            known = self._chosen[read, ""] = _of_fill(fill, np.ones(len(fill.rows), bool), x.device)
+        _, _, stream = _stream(x, residual, known.rows, place)
+        function = self._of["reads", read]
+        kept = function.kept(stream, known.at(site, shift))
+        shape, dtype = list(kept.shape[1:]), kept.dtype
+        first, kind = self._first.setdefault((read, site.name), (shape, dtype))
+        if (shape, dtype) != (first, kind):
+            raise FunctionFault(
+                f"{function.name} gave back {_name(dtype)} {shape} a row, after {_name(kind)} {first} in its first call"
+            )
+        return kept
 
     def _choose(self, edit: str, fill: Fill, site: str, device: torch.device) -> _Chosen:
         # A sweep may turn the edit off at some of its locations.
         active = [number for use, number in self._program.uses_of[edit].items() if site in use.sites]
         chosen = np.isin(fill.points, active) if fill.points is not None else np.zeros(len(fill.rows), bool)
-        owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
-        rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen]))
-        if device.type == "cuda":
-            # From other memory the copy would wait for the device.
-            rows = rows.pin_memory().to(device, non_blocking=True)
-        keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
-        return _Chosen(weakref.ref(fill), rows, fill.positions[chosen], keys)
+        return _of_fill(fill, chosen, device)
+
+
+def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) -> _Chosen:
+    owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
+    rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen]))
+    if device.type == "cuda":
+        # From other memory the copy would wait for the device.
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
+    return _Chosen(weakref.ref(fill), rows, fill.positions[chosen], keys)
+
+
+def _stream(
+    x: Tensor, residual: Tensor | None, rows: Tensor, place: LocationProgram
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A location's columns of both halves, and a copy of the sum at ``rows``, rounded once."""
+    cut = slice(place.first, place.first + place.width)
+    hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
+    stream = hidden.index_select(0, rows)
+    if rest is not None:
+        stream = (stream.float() + rest.index_select(0, rows).float()).to(x.dtype)
+    return hidden, rest, stream
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _import(entry: str, path: Path, digest: str | None) -> Any:

@@ -133,14 +133,15 @@ def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:
 
 def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     verb = _one_of(data["verb"], VERBS, "verb")
-    python = None
-    if verb == "python":
-        said = data["python"]
-        python = (str(said["file"]), str(said["function"]), said.get("digest"))
+    python = _python(data["python"]) if verb == "python" else None
     vectors, tokens = tuple(data.get("vectors") or ()), Rows.from_json(data["tokens"])
     if verb == "project_out" and not vectors:
         raise ValueError("project_out has no vectors")
     return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), python)
+
+
+def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    return str(said["file"]), str(said["function"]), said.get("digest")
 
 
 def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
@@ -155,6 +156,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         ids=None if ids is None else tuple(int(i) for i in ids),
         step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
         requests=None if data.get("requests") is None else int(data["requests"]),
+        python=_python(data["python"]) if kind == "python" else None,
     )
 
 

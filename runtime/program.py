@@ -15,8 +15,8 @@ Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
 VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "python")
 WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
 USES_VECTOR = ("add", "set", "clamp")
-Kind = Literal["rows", "mean", "norm", "project", "lens"]
-KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens")
+Kind = Literal["rows", "mean", "norm", "project", "lens", "python"]
+KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens", "python")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 METRICS: tuple[MetricKind, ...] = ("logprob", "logit_diff", "rank")
 
@@ -72,7 +72,7 @@ class EditEntry:
 @dataclass(frozen=True)
 class ReadEntry:
     """``step_rows``: the most rows that one request selects in one step; ``requests``: how many of the run take them.
-    None where that was not worked out."""
+    None where that was not worked out.  ``python`` as in :class:`EditEntry`."""
 
     kind: Kind
     sites: tuple[str, ...]
@@ -82,6 +82,7 @@ class ReadEntry:
     ids: tuple[int, ...] | None = None
     step_rows: int | None = None
     requests: int | None = None
+    python: tuple[str, str, str | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ class Ring:
         """Bytes of a slot."""
         return sum(memory[0].numel() * memory.element_size() for _, memory in self.groups)
 
+    def add(self, sites: tuple[str, ...], memory: Tensor) -> None:
+        """Slots of more sites, ``[slots, sites, …]``."""
+        self.groups.append((sites, memory))
+        for counted in ("sites", "row_bytes"):
+            self.__dict__.pop(counted, None)
+
     def take(self, count: int) -> int:
         """The first of ``count`` neighbouring slots, which are at most :attr:`slots`."""
         start = 0 if self.head + count > self.slots else self.head

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vtaps.runtime import kernels, ops
 from vtaps.runtime.block import Location, Note
 from vtaps.runtime.boards import Axis, Boards
-from vtaps.runtime.fills import Fill, StepPlan
+from vtaps.runtime.fills import NOTHING, Fill, StepPlan
 from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
@@ -40,13 +40,13 @@ class _At:
     name: str
     board: Board
     program: LocationProgram
-    parts: tuple[LocationProgram | str, ...]
+    parts: tuple[LocationProgram | Note, ...]
     sampled: bool
 
     @property
     def python(self) -> bool:
         """Whether a function of the user's runs there."""
-        return any(isinstance(part, str) for part in self.parts)
+        return any(isinstance(part, Note) for part in self.parts)
 
 
 class Session:
@@ -67,6 +67,7 @@ class Session:
         self.installed: tuple[str, ...] = ()
         self._plan: StepPlan | None = None
         self._shift = 0
+        self._slots: dict[tuple[str, bool], int] = {}
         self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
         self._muted = False
         self._sampling = False
@@ -179,20 +180,27 @@ class Session:
         if x.dtype != self._dtype:
             raise BlockFault(f"{at.name}: {site.module} has {x.dtype} there; {self._dtype} was compiled")
         for part in at.parts:
-            if isinstance(part, str):
+            if isinstance(part, Note):
                 self._call(part, at, x, residual)
             else:
                 kernels.run(at.board, part, x, residual)
 
-    def _call(self, edit: str, at: _At, x: Tensor, residual: Tensor | None) -> None:
+    def _call(self, note: Note, at: _At, x: Tensor, residual: Tensor | None) -> None:
         """What Python makes of the step's rows."""
         self._called[at.program.number] += 1
-        plan = self._plan
-        fills = () if plan is None else plan.sampled_edits if at.sampled else plan.edits
+        plan, sampled, site = self._plan or NOTHING, at.sampled, self.program.sites[at.name]
+        where = self._shift, x, residual, site, at.program
+        kept = None
         try:
-            self.functions.run(edit, fills, self._shift, x, residual, self.program.sites[at.name], at.program)
+            if note.verb:
+                self.functions.run(note.name, plan.sampled_edits if sampled else plan.edits, *where)
+            else:
+                kept = self.functions.read(note.name, plan.sampled_reads if sampled else plan.reads, *where)
         except FunctionFault as error:
-            raise BlockFault(f"{at.name}: edits.{edit}: {error}") from error
+            raise BlockFault(f"{at.name}: {'edits' if note.verb else 'reads'}.{note.name}: {error}") from error
+        if kept is not None:
+            ring = self.boards.axes[at.sampled].rings[note.name]
+            self.boards.keep(ring, at.name, self._slots[note.name, at.sampled], kept)
 
     def _needed(self, at: _At) -> int:
         axis = self.boards.requests if at.sampled else self.boards.tokens
@@ -246,6 +254,7 @@ class Session:
             pairs = [(f, tokens.rings[f.name]) for f in plan.reads]
             pairs += [(f, requests.rings[f.name]) for f in plan.sampled_reads]
             first = self.harvest.open(pairs, self.table.number)
+        self._slots = {(fill.name, fill.sampled): start for fill, start in first}
         many = len(plan.reads)
         for axis, edits, reads in (
             (tokens, plan.edits, first[:many]), (requests, plan.sampled_edits, first[many:]),

@@ -59,9 +59,8 @@ class OnSlab:
         positions = live.positions(name, self.sampled, stop)
         if not (count := len(positions)):
             return None
-        dtype = self.dtype if "rows" in self.slab.fields else "float32"
         rows = slice(self.start, self.start + count)
-        return Kept(name, sites, positions, {n: a[rows] for n, a in self.slab.fields.items()}, dtype)
+        return Kept(name, sites, positions, {n: a[rows] for n, a in self.slab.fields.items()}, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ class Rows:
         count = int(np.searchsorted(positions, stop))
         if not count:
             return None
-        dtype = self.dtype if "rows" in self.fields else "float32"
-        return Kept(name, sites, positions[:count], {n: a.take(count) for n, a in self.fields.items()}, dtype)
+        return Kept(name, sites, positions[:count], {n: a.take(count) for n, a in self.fields.items()}, self.dtype)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document
-from vtaps.spec.plan import ArmPlan, OverridePlan, ReadPlan
+from vtaps.spec.plan import ArmPlan, EngineMode, OverridePlan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval, Rows, compile_rows
 from vtaps.spec.selectors import facts_of
@@ -167,16 +167,16 @@ def _count(vllm: Mapping[str, Any], name: str) -> int | None:
 
 
 def slots_of(vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str) -> Slots:
-    """The slots of the reads that some arm lists."""
+    """The slots of the reads that some arm lists; what a function gives is known when it has given it."""
     loads = {
         name: Load(p.requests, p.step_rows, HELD_STEPS * row_bytes(p.read.kind, (s.width or 0 for s in p.sites), dtype))
         for name, p in reads.items()
-        if p.requests
+        if p.requests and p.read.kind != "python"
     }
     return Slots(loads, *limits(vllm), chunked=vllm.get("enable_chunked_prefill") is not False)
 
 
-def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic]) -> None:
+def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic], mode: EngineMode = "taps") -> None:
     """VT321 at the read that takes most, where all of them take more than ``engine.tap_memory``."""
     memory = spec.engine.tap_memory
     if slots.bytes <= memory:
@@ -196,7 +196,9 @@ def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic
     # vLLM refuses fewer tokens a step than requests.
     beside = f" with `max_num_seqs: {value}`" if name == "max_num_batched_tokens" and given > int(value) else ""
     lower = f"`engine.vllm.{fit}`{beside} fits; so does" if fit else "it takes"
-    note = f"{lower} `tap_memory: {_enough(slots.bytes)}`; fewer rows or locations take less, `mode: eager` takes none"
+    note = f"{lower} `tap_memory: {_enough(slots.bytes)}`; fewer rows or locations take less"
+    if mode == "taps":
+        note += ", `mode: eager` takes none"
     found.append(Diagnostic("VT321", message, doc.key(*spec.reads[largest].where), note=note))
 
 

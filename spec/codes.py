@@ -48,6 +48,7 @@ CODES: dict[str, Code] = {
     "VT214": Code("the model's configuration cannot be used"),
     "VT215": Code("a sweep path names nothing"),
     "VT216": Code("the op cannot be tapped"),
+    "VT217": Code("every module output is not for this verb"),
     # 3xx meaning
     "VT301": Code("width mismatch"),
     "VT302": Code("heads do not fit"),
@@ -93,4 +94,5 @@ CODES: dict[str, Code] = {
     "VT606": Code("duplicate live request key"),
     "VT607": Code("the engine did not start"),
     "VT608": Code("a tap does not fire"),
+    "VT609": Code("a Python read gave nothing but NaN"),
 }

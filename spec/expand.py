@@ -177,6 +177,8 @@ def read_of(read: Read) -> dict[str, Any]:
         out["project"] = _Flow({"vectors": list(read.vectors)})
     elif read.kind == "lens":
         out["lens"] = _Flow({"top": read.top} if read.top is not None else {"ids": list(read.ids or ())})
+    elif read.python is not None:
+        out["python"] = ":".join(read.python)
     return out
 
 

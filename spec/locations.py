@@ -3,6 +3,7 @@
     alias | alias[layers]
     module.path.output | module.path.output[i] | module.path.input | module.path.input.NAME
     module.path.source.OP | module.path.source.OP.output | module.path.source.OP.output[i]
+    **
 
 A segment of a module path may be ``*``, a layer (``-1`` too), or carry ``[layers]`` after its name. The root
 prefix is implied: ``model.layers.3``, ``model.model.layers.3`` and ``layers.3`` are one place.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from vtaps.spec import aliases
 from vtaps.spec.alias_tables import ALIASES, NOT_YET, TABLES
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
+from vtaps.spec.everywhere import EVERYWHERE, everywhere
 from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, parse_layers
 from vtaps.spec.op_places import OpPlace, resolve_op
 from vtaps.spec.places import Refused, resolve_place
@@ -77,6 +79,10 @@ def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], li
 
     Codes: VT201 to VT208, VT216.
     """
+    if text.strip() == EVERYWHERE:
+        every = everywhere(tree).sites
+        message = f"no output of {tree.architecture} is known to be rows"
+        return every, [] if every else [Trouble("VT208", message, note=tree.unvalued).at(span)]
     try:
         location = parse_location(text)
         found = _alias_sites(tree, location) if isinstance(location, AliasLocation) else _raw(tree, location)
@@ -97,6 +103,9 @@ def parse_location(text: str) -> AliasLocation | RawLocation:
     if not text or len(text) > MAX_LENGTH:
         raise Trouble("VT201", "the location is empty" if not text else "the location is too long")
     parts = _split(text)
+    if EVERYWHERE in parts:
+        note = "`*` is one name: `layers.*.mlp.output`"
+        raise Trouble("VT201", f"{text!r}: `{EVERYWHERE}` stands alone, for every module output", note=note)
     if len(parts) == 1:
         segment = _segment(text, parts[0])
         if not segment.name:

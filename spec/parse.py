@@ -151,7 +151,6 @@ def _word(text: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
-    file, _, function = data.get("python", "").rpartition(":")
     coefficient = body.get("scale", 1.0) if verb in SCALED else body.get("by")
     return Edit(
         name=name,
@@ -167,8 +166,13 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         low=float(body["min"]) if "min" in body else None,
         high=float(body["max"]) if "max" in body else None,
         keep_norm=bool(body.get("keep_norm")),
-        python=(file, function) if verb == "python" else None,
+        python=_function(data["python"]) if verb == "python" else None,
     )
+
+
+def _function(text: str) -> tuple[str, str]:
+    file, _, function = text.rpartition(":")
+    return file, function
 
 
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
@@ -182,6 +186,8 @@ def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
     if "lens" in data:
         lens = data["lens"]
         return replace(read, kind="lens", top=lens.get("top"), ids=tuple(lens["ids"]) if "ids" in lens else None)
+    if "python" in data:
+        return replace(read, kind="python", python=_function(data["python"]))
     return read
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from vtaps.spec.everywhere import Everywhere
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval
 from vtaps.spec.source import Forward
@@ -109,7 +110,8 @@ class TreeFacts:
 @dataclass(frozen=True)
 class Plan:
     """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest,
-    ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops."""
+    ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops; ``everywhere`` is what ``**``
+    became, where a read or an edit says it."""
 
     spec: Spec
     tree: TreeFacts
@@ -124,3 +126,4 @@ class Plan:
     prompts: Mapping[str, tuple[ReadyPrompt, ...]]
     outside: Mapping[str, str] = field(default_factory=dict)
     forwards: Mapping[str, Forward] = field(default_factory=dict)
+    everywhere: Everywhere | None = None

@@ -1,4 +1,4 @@
-"""The functions that ``python`` edits name, looked at without being run."""
+"""The functions that ``python`` edits and reads name, looked at without being run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pathlib import Path
 from vtaps.spec import digests
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document
-from vtaps.spec.plan import EditPlan
+from vtaps.spec.plan import EditPlan, ReadPlan
+from vtaps.spec.spec import Edit, Read
 
 
-def check_functions(edits: Mapping[str, EditPlan], doc: Document, found: list[Diagnostic]) -> dict[str, str]:
+def check_functions(
+    edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], doc: Document, found: list[Diagnostic]
+) -> dict[str, str]:
     """VT322 for a file or function that cannot be used; returns file → digest."""
     known: dict[str, str] = {}
-    for name, plan in edits.items():
-        if plan.edit.python is None:
+    owners: list[Edit | Read] = [*(p.edit for p in edits.values()), *(p.read for p in reads.values())]
+    for owner in owners:
+        if owner.python is None:
             continue
-        file, function = plan.edit.python
-        span = doc.at(*plan.edit.where, "python")
+        file, function = owner.python
+        who = f"{str(owner.where[0]).removesuffix('s')} {owner.name!r}"
+        span = doc.at(*owner.where, "python")
         path = doc.folder / Path(file).expanduser()
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             there = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            found.append(
-                Diagnostic("VT322", f"edit {name!r}: {file}: {reason}", span, nearest=nearest(path.name, there))
-            )
+            found.append(Diagnostic("VT322", f"{who}: {file}: {reason}", span, nearest=nearest(path.name, there)))
             continue
         known[file] = digests.of_file(path)
         try:
@@ -36,20 +39,20 @@ def check_functions(edits: Mapping[str, EditPlan], doc: Document, found: list[Di
         except (SyntaxError, ValueError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             message = error.msg if isinstance(error, SyntaxError) else str(error)
-            found.append(Diagnostic("VT322", f"edit {name!r}: {file} does not parse: {message}{line}", span))
+            found.append(Diagnostic("VT322", f"{who}: {file} does not parse: {message}{line}", span))
             continue
         functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
         if function not in functions:
             found.append(
                 Diagnostic(
-                    "VT322", f"edit {name!r}: {file} has no function `{function}`", span, tuple(functions),
+                    "VT322", f"{who}: {file} has no function `{function}`", span, tuple(functions),
                     nearest(function, functions),
                 )
             )  # fmt: skip
         elif (wrong := _wrong_parameters(functions[function].args)) is not None:
             found.append(
                 Diagnostic(
-                    "VT322", f"edit {name!r}: {file}:{function} {wrong}", span,
+                    "VT322", f"{who}: {file}:{function} {wrong}", span,
                     note="it is called with the rows, or with the rows and where they are from: `def f(rows, at)`",
                 )
             )  # fmt: skip

@@ -18,7 +18,8 @@ from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
 from vtaps.spec.budget import check_memory, readings, slots_of, step_rows
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
-from vtaps.spec.document import Document
+from vtaps.spec.document import Document, NodePath
+from vtaps.spec.everywhere import EVERYWHERE, Everywhere, everywhere
 from vtaps.spec.expand import written
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
@@ -28,13 +29,15 @@ from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
 from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
-from vtaps.spec.serving import Compiled, choose, compiled_part
+from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
 from vtaps.spec.vector_use import check_vectors
 
 T = TypeVar("T")
+
+EAGER_DOES = "`mode: eager` serves it; `mode: auto` takes eager by itself where it must"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,10 @@ class Context:
     @cached_property
     def compiled(self) -> Compiled:
         return compiled_part(self.tree)
+
+    @cached_property
+    def everywhere(self) -> Everywhere:
+        return everywhere(self.tree)
 
 
 def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]]:
@@ -67,11 +74,13 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if digest := _digest(context.tokens.folder / name):
             outside[f"model:{name}"] = digest
-    outside |= check_functions(edits, doc, found)
+    outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
     functions = {name: ":".join(p.edit.python) for name, p in edits.items() if p.edit.python is not None}
-    mode, reason, locations = choose(spec.engine, context.compiled, locations, functions)
+    found += _need_eager(spec, doc)
+    every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
+    mode, reason, locations = choose(spec.engine, context.compiled, locations, functions, _eager(spec))
     check_ranges(spec, doc, found)
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
@@ -92,14 +101,15 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         dimensions=tree.dimensions,
         final_norm=final_norm(tree),
     )
-    if mode == "taps":
-        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found)
+    if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
+        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode)
         if has_errors(found):
             return None, found
     plan = Plan(
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({p.site.forward for p in locations if p.site.forward})},
+        context.everywhere if every else None,
     )  # fmt: skip
     return plan, found
 
@@ -124,7 +134,8 @@ def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tup
         for piece in pieces:
             sites, problems = locate(context.tree, piece, span)
             if spec.engine.mode == "taps":
-                problems = [*problems, *_not_taps(sites, context, span)]
+                no_tap = _everywhere(span) if piece == EVERYWHERE else _not_taps(sites, context, span)
+                problems = [*problems, *no_tap]
             if text in spec.taps:
                 at_tap = context.doc.at("taps", text)
                 problems = [replace(p, span=at_tap) for p in problems]
@@ -133,6 +144,11 @@ def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tup
             found.extend(problems)
             out.update({s.name: s for s in sites})
     return tuple(sorted(out.values(), key=lambda s: (s.order, s.name)))
+
+
+def _everywhere(span: Span) -> list[Diagnostic]:
+    """VT209 for ``**`` where the taps engine is asked for by name."""
+    return [Diagnostic("VT209", f"`{EVERYWHERE}` is every module output, {NOT_TAPS}", span, note=EAGER_DOES)]
 
 
 def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Diagnostic]:
@@ -147,9 +163,32 @@ def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Dia
             "VT209",
             f"{first.name} is not a tap: {context.compiled.why_not(first)}{more}",
             span,
-            note="`mode: eager` serves it; `mode: auto` takes eager by itself where it must",
+            note=EAGER_DOES,
         )
     ]
+
+
+def _need_eager(spec: Spec, doc: Document) -> list[Diagnostic]:
+    """VT209 for a read in Python where the taps engine is asked for by name."""
+    if spec.engine.mode != "taps":
+        return []
+    return [
+        Diagnostic(
+            "VT209", f"{':'.join(read.python)} is a read in Python, {NOT_TAPS}", doc.at(*read.where, "python"),
+            note=EAGER_DOES,
+        )
+        for read in spec.reads.values()
+        if read.python is not None
+    ]  # fmt: skip
+
+
+def _eager(spec: Spec) -> dict[NodePath, str]:
+    """What needs the eager engine: where it is defined → what it is."""
+    found = {one.where: "is at `**`, every module output" for one in spec.acting() if EVERYWHERE in spec.texts(one.at)}
+    for read in spec.reads.values():
+        if read.python is not None:
+            found.setdefault(read.where, f"is a read in Python, {':'.join(read.python)}")
+    return found
 
 
 def _against_taps(spec: Spec, doc: Document) -> list[Diagnostic]:
@@ -173,6 +212,10 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
     doc, before = context.doc, len(found)
     sites = _sites(edit.at, spec, context, found)
     if not sites:
+        return None
+    if edit.verb != "python" and EVERYWHERE in spec.texts(edit.at):
+        message = f"`{EVERYWHERE}` is for reads and for edits in Python; `{edit.verb}` names its locations"
+        found.append(Diagnostic("VT217", message, doc.at(*edit.where, "at")))
         return None
     for site in sites:
         if not site.editable:

@@ -11,12 +11,14 @@ from typing import Literal, cast
 from vtaps.spec import engine_args
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.aliases import table_of
+from vtaps.spec.document import NodePath
 from vtaps.spec.plan import EngineMode, LocationPlan, SiteMode
 from vtaps.spec.spec import EngineRef
 from vtaps.spec.tree import ModelTree, Site
 
 ASKED = "asked for in the spec"
 KEPT = "vLLM's compile and CUDA graphs stay as configured"
+NOT_TAPS = "which only the eager engine serves"
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
 
@@ -95,11 +97,16 @@ def _decoder_layers(tree: ModelTree) -> str | None:
 
 
 def choose(
-    engine: EngineRef, compiled: Compiled, locations: Iterable[LocationPlan], functions: Mapping[str, str]
+    engine: EngineRef,
+    compiled: Compiled,
+    locations: Iterable[LocationPlan],
+    functions: Mapping[str, str],
+    eager: Mapping[NodePath, str],
 ) -> tuple[EngineMode, str, tuple[LocationPlan, ...]]:
-    """(engine mode, why, the locations with how each is served); ``functions``: edit → the Python that it runs."""
+    """(engine mode, why, the locations with how each is served); ``functions``: edit → the Python that it runs;
+    ``eager``: what only the eager engine serves, ``("reads", "probe")`` → what that is."""
     places = tuple(locations)
-    mode, reason = _mode(engine, compiled, places, functions)
+    mode, reason = _mode(engine, compiled, places, functions, eager)
     if mode == "eager":
         return mode, reason, tuple(replace(p, mode="eager") for p in places)
     return mode, reason, tuple(replace(p, mode=_served(p, compiled, functions)) for p in places)
@@ -112,10 +119,18 @@ def _served(place: LocationPlan, compiled: Compiled, functions: Mapping[str, str
 
 
 def _mode(
-    engine: EngineRef, compiled: Compiled, places: tuple[LocationPlan, ...], functions: Mapping[str, str]
+    engine: EngineRef,
+    compiled: Compiled,
+    places: tuple[LocationPlan, ...],
+    functions: Mapping[str, str],
+    eager: Mapping[NodePath, str],
 ) -> tuple[EngineMode, str]:
     if engine.mode != "auto":
         return cast(EngineMode, engine.mode), ASKED
+    listed = {(f"{s.kind}s", s.name) for p in places for s in p.statements}
+    asked = next((where for where in eager if where in listed), None)
+    if asked is not None:
+        return "eager", f"auto: {asked[0]}.{asked[1]} {eager[asked]}, {NOT_TAPS}"
     blocked = engine_args.against_taps(engine.vllm)
     if blocked is not None:
         return "eager", f"auto: engine.vllm.{'.'.join(blocked[0])} does not go with taps: {blocked[1]}"

@@ -14,7 +14,7 @@ from vtaps.spec.rows import Interval, Rows
 
 Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
 Sees = Literal["before_edits", "after_edits"]
-ReadKind = Literal["rows", "mean", "norm", "project", "lens"]
+ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 PromptKind = Literal["text", "chat", "ids"]
 
@@ -89,6 +89,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Read:
+    """``python``: (file, function)."""
+
     name: str
     where: NodePath
     at: At
@@ -98,6 +100,7 @@ class Read:
     vectors: tuple[str, ...] = ()
     top: int | None = None
     ids: tuple[int | str, ...] | None = None
+    python: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,13 @@ class Spec:
 
     def ats(self) -> Iterator[At]:
         """The locations of everything that has some."""
-        for edit in self.edits.values():
-            yield edit.at
-        for read in self.reads.values():
-            yield read.at
+        yield from (acting.at for acting in self.acting())
+
+    def acting(self) -> Iterator[Edit | Read]:
+        """Everything that has locations."""
+        yield from self.edits.values()
+        yield from self.reads.values()
+
+    def texts(self, at: At) -> tuple[str, ...]:
+        """Its locations, with those of a tap in place of the tap's name."""
+        return tuple(t for text in at.texts for t in (self.taps[text].texts if text in self.taps else (text,)))

@@ -133,8 +133,7 @@ def _through_resid_pre(spec: Spec, section: str, name: str) -> bool:
     used = spec.edits.get(name) if section == "edits" else spec.reads.get(name)
     if section == "arms":  # a sweep over vectors: any edit of the spec that does
         return any(_through_resid_pre(spec, "edits", edit) for edit in spec.edits)
-    texts = () if used is None else used.at.texts
-    spelled = [t for text in texts for t in (spec.taps[text].texts if text in spec.taps else (text,))]
+    spelled = () if used is None else spec.texts(used.at)
     return any(t.startswith("resid_pre") for t in spelled)
 
 

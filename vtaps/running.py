@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from vtaps.codegen.drift import drift
 from vtaps.compiling import Compiled, compile_plan
 from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.results.folder import RunFolder
+from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
+from vtaps.spec.document import Document
 from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import match_texts
 
@@ -112,6 +115,13 @@ def run_checked(
         return _serve(result, plan, compiled, lock, requests, folder, in_process, watch)
 
 
+def _definition(message: str, doc: Document) -> Span:
+    """Of the edit or read that a fault at work names, the place in the spec; else the spec."""
+    named = re.search(r"\b(edits|reads)\.([A-Za-z_][\w-]*)(?=: )", message)
+    known = named is not None and named.groups() in doc.keys
+    return doc.key(*named.groups()) if named is not None and known else Span(doc.file)
+
+
 def _serve(
     result: CheckResult, plan: Plan, compiled: Compiled, lock: Mapping[str, Any], requests: list[Request],
     folder: RunFolder, in_process: bool, watch: Watch,
@@ -148,7 +158,8 @@ def _serve(
                         found += [d for d in folder.add(finished) if d.code != "VT604"]
                         watch.step(finished)
         except EngineError as error:
-            return Outcome(None, [*found, Diagnostic(error.code, error.message, span)], resumed)
+            where = _definition(error.message, result.doc)
+            return Outcome(None, [*found, Diagnostic(error.code, error.message, where)], resumed)
         except OSError as error:
             reason = f"cannot write {folder.path}: {error.strerror or error}"
             return Outcome(None, [*found, Diagnostic("VT404", reason, span)], resumed)
@@ -159,4 +170,8 @@ def _serve(
     except OSError as error:
         reason = f"cannot write {folder.path}: {error.strerror or error}"
         return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)
+    except ShapeError as error:
+        again = "what its function gives changed between two starts of this run: `--overwrite` starts anew"
+        where = result.doc.key("reads", error.read)
+        return Outcome(None, [Diagnostic("VT603", str(error), where, note=again)], resumed)
     return Outcome(folder.path, findings, resumed, len(waiting) - len(failed))

@@ -32,15 +32,17 @@ def describe(plan: Plan) -> str:
         f"  model     {plan.spec.model.path} ({plan.tree.architecture}, {plan.tree.dtype}, vLLM {plan.tree.vllm})",
         f"  engine    {plan.mode} ({plan.reason})",
         *(_taps(plan) if plan.mode == "taps" else [EAGER_PRICE]),
+        *_everywhere(plan),
         f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
     ]
     for name, edit in plan.edits.items():
-        lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {listed(edit.sites)}")
+        lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}")
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
         rows, size = read_size(plan, name, read)
         kept = _count(rows, "mean" if read.read.kind == "mean" else "row")
-        lines.append(f"  read      {name}: {read.read.kind} at {listed(read.sites)}, up to {kept}, {human(size)}")
+        bytes_ = "as wide as its function makes them" if size is None else human(size)
+        lines.append(f"  read      {name}: {read.read.kind} at {_places(plan, read.sites)}, up to {kept}, {bytes_}")
     for name, override in plan.overrides.items():
         lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")
         lines += _prefill_hint(plan, name)
@@ -87,6 +89,28 @@ def _breaks(plan: Plan) -> list[str]:
     ]
 
 
+def _everywhere(plan: Plan) -> list[str]:
+    """What ``**`` became, what it leaves out, and what its rows take of the device on the eager engine."""
+    every = plan.everywhere
+    if every is None:
+        return []
+    lines = [f"  **        {_count(len(every.sites), 'module output')}, each a call of Python in every step"]
+    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype)
+    if slots.loads:
+        lines[0] += f"; reads take up to {human(slots.bytes)} of the device"
+    lines += [f"            without {text}" for text in every.left_out]
+    return lines
+
+
+def _places(plan: Plan, sites: tuple[Site, ...]) -> str:
+    """:func:`listed`, where ``**`` stands for what it became."""
+    every = () if plan.everywhere is None else plan.everywhere.sites
+    if not every or not set(every) <= set(sites):
+        return listed(sites)
+    more = listed(tuple(s for s in sites if s not in set(every)))
+    return f"** ({_count(len(every), 'module output')})" + (f", {more}" if more else "")
+
+
 def _fusion(plan: Plan, name: str) -> list[str]:
     """Which of vLLM's fusions an edit prevents."""
     parted = [s for s in plan.edits[name].sites if between_all_reduce_and_norm(plan.tree.architecture, s)]
@@ -131,23 +155,22 @@ def listed(sites: tuple[Site, ...]) -> str:
     return collapsed(s.name for s in sorted(sites, key=lambda s: s.alias is None or s.layer is None))
 
 
-def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int]:
+def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
     """(rows, bytes) that a read keeps at most over the whole run, all its sites together; a mean keeps one a
-    request."""
+    request.  None where the bytes are known only when its function has been called."""
     rows = requests = 0
     for one in readings(name, plan.arms, plan.prompts, plan.overrides):
         own = compile_rows(without_ids(read.read.tokens), facts_of(one.prompt, [read.read.tokens], one.placed))
         last = len(one.prompt.ids) + one.max_tokens - 1
         rows += sum(max(0, min(b, last) - a) for a, b in own.intervals) * one.n
         requests += one.n
-    width = max((s.width or 0) for s in read.sites)
+    width, count = sum((s.width or 0) for s in read.sites), len(read.sites)
+    if read.read.kind == "mean":
+        return requests * count, requests * width * 4
     each = {
         "rows": width * ITEM_BYTES[plan.tree.dtype],
-        "norm": 4,
-        "project": 4 * len(read.read.vectors),
-        "lens": 8 * (read.read.top or len(read.ids or ())) + 4,
-        "mean": 0,  # one a request, below
-    }[read.read.kind]
-    if read.read.kind == "mean":
-        rows, each = requests, width * 4
-    return rows * len(read.sites), rows * each * len(read.sites)
+        "norm": 4 * count,
+        "project": 4 * len(read.read.vectors) * count,
+        "lens": (8 * (read.read.top or len(read.ids or ())) + 4) * count,
+    }.get(read.read.kind)
+    return rows * count, None if each is None else rows * each

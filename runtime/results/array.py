@@ -48,7 +48,7 @@ class ReadArray:
         sites = tuple(read["sites"])
         tensors = {site: read_header(run.path / read["sites"][site])[1] for site in sites}
         fields = tuple(read["fields"])
-        preferred = ("rows", "mean", "norm", "project", "logits")
+        preferred = ("rows", "mean", "norm", "project", "logits", "python")
         field = next((f for f in preferred if f in fields), fields[0] if fields else "rows")
         return ReadArray(name, read["kind"], rows, sites, field, run, tensors)
 
@@ -61,7 +61,7 @@ class ReadArray:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of what is kept of a row: ``rows``; ``mean``, ``count``; ``norm``; ``project``; ``ids``, ``logits``,
-        ``logsumexp``."""
+        ``logsumexp``; ``python``."""
         return tuple(self._run.info["reads"][self.name]["fields"])
 
     @property

@@ -26,8 +26,12 @@ FLOATS: Mapping[str, tuple[str, ...]] = {
     "norm": ("norm",),
     "project": ("project",),
     "lens": ("logits", "logsumexp"),
+    "python": ("python",),
 }
-"""The fields of a read, by its kind, that must be finite; the first of them must not be all zero."""
+"""The fields of a read, by its kind, that must be finite; the first of them must not be all zero, but what a function
+of the user's gave may be."""
+
+NAN = "nothing but NaN"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def collect(findings: Iterable[Finding], lock: Lock) -> list[Diagnostic]:
 
 def examine(lock: Lock, request: Request, completion: Completion, expected: Expected) -> list[Finding]:
     """VT602 for every edit, override, read and metric whose rows are not the expected ones, VT604 for reads that
-    are all zero or not finite."""
+    are all zero or not finite, VT609 for a location at which a Python read gave nothing but NaN."""
     where = f"arm {request.arm}, prompt {request.prompt_id}"
     if completion.index:
         where += f", completion {completion.index}"
@@ -169,7 +173,7 @@ def _worthless(
         read = lock["reads"][name]
         faults: dict[str, list[tuple[str, int, int]]] = {}
         for site, rows in (sites_of(lock, completion, name) or {}).items():
-            for fault, at in _faults_of(read["kind"], rows):
+            for fault, at in _faults_of(read["kind"], rows, expected.rows):
                 if fault == "all zero" and _zeroed(lock, request, name, site):
                     continue
                 if read["kind"] != "mean":
@@ -180,24 +184,29 @@ def _worthless(
             site, position, _ = places[0]
             count = sum(n for _, _, n in places)
             yield Finding(
-                "VT604",
+                "VT609" if fault == NAN else "VT604",
                 f"read {name} {fault}",
                 request.arm,
                 f"read {name}, {where} (request {request.key}): {count} row{'s' * (count != 1)} at {len(places)} "
                 f"site{'s' * (len(places) != 1)} {fault}, first at {site}, position {position}",
                 read.get("line"),
+                f"{read['python']['file']}:{read['python']['function']} gave them" if fault == NAN else None,
             )
 
 
-def _faults_of(kind: str, rows: ReadRows) -> Iterator[tuple[str, Ints]]:
-    """Positions of all-zero rows and of rows that are not finite; a mean answers for its first row."""
+def _faults_of(kind: str, rows: ReadRows, count: int) -> Iterator[tuple[str, Ints]]:
+    """Positions of all-zero rows and of rows that are not finite; a mean answers for its first row.  ``count``: the
+    completion's rows, past which nothing counts."""
     positions = rows.positions
+    if kind == "python" and _all_nan(rows.values["python"][positions < count], rows.dtype):
+        yield NAN, positions
+        return
     for i, field in enumerate(f for f in FLOATS.get(kind, ()) if f in rows.values):
         zero, finite = _zero_and_finite(rows.values[field], rows.dtype)
         at = positions if len(positions) == len(zero) else positions[: len(zero)]
         if not finite.all():
             yield "not finite", at[~finite[: len(at)]]
-        if i == 0 and zero.any():
+        if i == 0 and zero.any() and kind != "python":
             yield "all zero", at[zero[: len(at)]]
 
 
@@ -209,6 +218,12 @@ def _zero_and_finite(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[
         some = slice(at, at + step)
         zero[some], finite[some] = _piece(values[some], dtype)
     return zero, finite
+
+
+def _all_nan(values: npt.NDArray[Any], dtype: str) -> bool:
+    if dtype == "bfloat16" and values.dtype == np.uint16:
+        return values.size > 0 and bool((values & 0x7FFF > 0x7F80).all())
+    return values.size > 0 and values.dtype.kind == "f" and bool(np.isnan(values).all())
 
 
 def _piece(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

@@ -168,7 +168,7 @@ class RunFolder:
 
         ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to the reason;
         ``token_text`` gives the text of one token id.  Returns every finding of the run, in the order of the plan.
-        Raises ValueError where a request is neither done nor failed.
+        Raises ValueError where a request is neither done nor failed, ShapeError where those of a read differ in shape.
         """
         failed = {k: v for k, v in (failed or {}).items() if k not in self._done}
         missing = [k for k in self._order if k not in self._done and k not in failed]

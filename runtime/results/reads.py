@@ -90,11 +90,20 @@ def _coordinates(request: Entry, completion: Entry, name: str) -> Iterable[dict[
         }
 
 
+class ShapeError(ValueError):
+    """Requests of one ``read`` hold rows of different shapes: a function of the user's gave others in an earlier start
+    of the run."""
+
+    def __init__(self, read: str, message: str) -> None:
+        super().__init__(message)
+        self.read = read
+
+
 _Fields = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
-    """Site → field → (dtype, shape of a row).  Raises ValueError where two requests disagree."""
+    """Site → field → (dtype, shape of a row).  Raises ShapeError where two requests disagree."""
     out: dict[str, _Fields] = {}
     for path, entry in entries.items():
         tensors = None
@@ -106,10 +115,14 @@ def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
             for site, fields in completion["reads"][name]["sites"].items():
                 layout = {f: (dtype, tensors[t].shape[1:]) for f, (t, dtype) in fields.items()}
                 if out.setdefault(site, layout) != layout:
-                    raise ValueError(
-                        f"read {name} at {site}: request {entry['request']['key']!r} holds {layout}, others {out[site]}"
-                    )
+                    key = entry["request"]["key"]
+                    held = f"request {key!r} holds {_told(layout)} a row, others {_told(out[site])}"
+                    raise ShapeError(name, f"read {name} at {site}: {held}")
     return out
+
+
+def _told(layout: _Fields) -> str:
+    return ", ".join(f"{field} {dtype} {list(shape)}" for field, (dtype, shape) in layout.items())
 
 
 def _write_sites(

@@ -62,7 +62,7 @@ def test_specs_of_the_manual_are_good(where: str, tmp_path: Path, monkeypatch: p
     assert MODEL in text, f"a spec of the manual uses {MODEL}, so that a reader can run it"
     text = text.replace(f"path: {MODEL}", f"path: {DATA / 'configs' / 'smollm2'}, tokenizer: {DATA / 'tokenizer'}")
     (tmp_path / "vectors").symlink_to(ROOT / "examples" / "vectors")
-    for file in (*(ROOT / "examples").glob("*.jsonl"), ROOT / "examples" / "edits.py"):
+    for file in (*(ROOT / "examples").glob("*.jsonl"), *(ROOT / "examples" / f for f in ("edits.py", "probes.py"))):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
     result = check_file(tmp_path / "spec.yaml")
@@ -145,7 +145,7 @@ def test_examples_are_whole(spec: Path) -> None:
 
 
 def test_there_are_examples_and_specs() -> None:
-    assert {p.stem for p in EXAMPLES} >= {"paris", "lens", "heads", "chat", "projections"}
+    assert {p.stem for p in EXAMPLES} >= {"paris", "lens", "heads", "chat", "projections", "python", "probe"}
     assert len(SPECS) >= len(VERBS) + 2
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
@@ -28,7 +29,7 @@ from vtaps.runtime.results import reads as reads_module
 from vtaps.runtime.results.claim import bare
 from vtaps.runtime.results.folder import RunFolder
 from vtaps.runtime.results.load import load
-from vtaps.runtime.results.reads import site_files
+from vtaps.runtime.results.reads import ShapeError, site_files
 
 REPOSITORY = Path(__file__).parents[2]
 ORDER = [r.key for r in make.requests()]
@@ -358,3 +359,25 @@ def test_site_files() -> None:
         "resid_post.10.safetensors", "resid_post.10-2.safetensors", "Resid_post.10-3.safetensors",
         "model.layers.3.mlp.output.0.safetensors", "x.safetensors", "site.safetensors",
     ]  # fmt: skip
+
+
+def test_requests_whose_rows_differ_in_shape_are_named(tmp_path: Path) -> None:
+    """A function of the user's may give other shapes when a run is resumed."""
+    said = {"file": "probes.py", "function": "f", "digest": None}
+    locked = make.lock(reads={"probe": make.read("python", {"rows": "sampling"}, python=said)})
+    locked["arms"] = {"base": make.arm(reads=["probe"])}
+    requests = make.requests(locked)
+    run, _ = RunFolder.open(tmp_path / "run", locked, order=[r.key for r in requests])
+    assert run is not None
+    with run:
+        for width, request in enumerate(requests, 2):
+            done = make.finish(request, locked)
+            (completion,) = done.completions
+            reads = {
+                key: replace(rows, values={"python": np.ones((len(rows.positions), width), np.int64)})
+                for key, rows in completion.record.reads.items()
+            }
+            record = replace(completion.record, reads=reads)
+            assert run.add(replace(done, completions=(replace(completion, record=record),))) == []
+        with pytest.raises(ShapeError, match=r"probe at resid_post\[10\]: .* holds python I64 \[3\] a row, .* \[2\]$"):
+            run.finish({})

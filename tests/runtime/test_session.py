@@ -510,8 +510,10 @@ def close(got: Any, expected: Any, said: str, **more: Any) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=said, **more)
 
 
-def compare_read(got: Any, entry: dict[str, Any], rows: np.ndarray[Any, Any], said: str) -> None:
-    """``rows``: what the read saw, ``[n, width]``."""
+def compare_read(
+    name: str, got: Any, entry: dict[str, Any], rows: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], said: str
+) -> None:
+    """``rows``: what the read saw, ``[n, width]``, at ``positions``."""
     values = got.values
     logits = 2 * rows @ toy.UNEMBEDDING.T if entry["kind"] == "lens" else None
     match entry["kind"]:
@@ -521,6 +523,10 @@ def compare_read(got: Any, entry: dict[str, Any], rows: np.ndarray[Any, Any], sa
             close(values["norm"], np.linalg.norm(rows, axis=-1), said)
         case "project":
             close(values["project"], rows @ np.stack([toy.VECTORS[v] for v in entry["vectors"]]).T, said)
+        case "python" if name == "count":
+            assert values["python"].dtype == np.uint8 and values["python"].tolist() == (rows > 0).sum(-1).tolist(), said
+        case "python":
+            close(values["python"], np.stack([rows.sum(-1), positions], -1), said)
         case "mean":
             assert values["count"].tolist() == [len(rows)], said
             close(values["mean"], rows.mean(0)[None], said)
@@ -567,8 +573,10 @@ def compare(got: Record, worker: toy.Worker, i: int) -> None:
                 continue
             seen.add((name, site))
             read = got.reads[name, site]
-            assert read.positions.tolist() == wanted and read.dtype == "float32", (i, name, site)
-            compare_read(read, entry, streams[site][name != "dots"][wanted], f"request {i}, {name} at {site}")
+            dtype = toy.DTYPES.get(name, "float32")
+            assert read.positions.tolist() == wanted and read.dtype == dtype, (i, name, site)
+            rows = streams[site][name not in toy.BEFORE][wanted]
+            compare_read(name, read, entry, rows, np.array(wanted), f"request {i}, {name} at {site}")
     assert got.reads.keys() == seen
 
     # Of a row that is sampled from twice, the token that stands is that of the last time.

@@ -98,7 +98,7 @@ EDITS: dict[str, dict[str, Any]] = {
     },
 }
 PYTHON = "bent"
-"""An arm with an edit in Python, which the taps engine does not serve: there ``edit`` takes its place."""
+"""An arm with an edit and reads in Python, which the taps engine does not serve: there ``edit`` takes its place."""
 BEND = """\
 import torch
 
@@ -115,16 +115,45 @@ READS: dict[str, dict[str, Any]] = {
     "top": {"kind": "lens", "sites": ["r0", "r2"], "tokens": "sampling", "top": 3},
     "chosen": {"kind": "lens", "sites": ["final"], "tokens": "but", "ids": [1, 4]},
     "even": {"kind": "norm", "sites": ["r0"], "tokens": "even"},
+    "feel": {
+        "kind": "python",
+        "sites": ["in", "r1", "cut", "final", "logits"],
+        "tokens": "but",
+        "python": {"file": "feel.py", "function": "feel"},
+    },
+    "count": {
+        "kind": "python",
+        "sites": ["cut", "r1"],
+        "tokens": "all",
+        "python": {"file": "feel.py", "function": "count"},
+    },
 }
+FEEL = """\
+import torch
+
+def feel(rows, at):
+    assert at.layer is None and (at.location == "final") == (at.module == "norm"), at
+    assert (at.location == "in") == (at.input == "hidden"), at
+    felt = torch.stack([rows.sum(-1), torch.from_numpy(at.positions).to(rows)], -1)
+    rows.fill_(torch.nan)
+    return felt
+
+def count(rows):
+    return (rows > 0).sum(-1, dtype=torch.uint8)
+"""
+DTYPES = {"count": "uint8"}
+"""Of what a read keeps, where it is not float32."""
 METRICS: dict[str, dict[str, Any]] = {
     "logprob": {"kind": "logprob", "ids": [3], "tokens": "sampling"},
     "diff": {"kind": "logit_diff", "ids": [1, 4], "tokens": "steps"},
     "rank": {"kind": "rank", "ids": [2], "tokens": "but"},
     "odds": {"kind": "logprob", "ids": [0], "tokens": "but even"},
 }
-ORDER = ("dots", *EDITS, *(read for read in READS if read != "dots"))
-"""Of the statements at each location: one read comes before the edits."""
+BEFORE = ("dots", "count")
+ORDER = (*BEFORE, *EDITS, *(read for read in READS if read not in BEFORE))
+"""Of the statements at each location: some reads come before the edits."""
 CALLS = {"set": "set_", "rows": "keep"}
+BY_PYTHON = ("bend", "feel", "count")
 
 
 def edit(name: str, *sites: str, coefficient: float | None = None, vector: str | None = None) -> dict[str, Any]:
@@ -133,7 +162,7 @@ def edit(name: str, *sites: str, coefficient: float | None = None, vector: str |
 
 SAY = [{"override": "say", "start": sch.SAY_AT}]
 # A batch with a selector of token ids in it is planned anew every step: these stand in an arm of their own.
-BY_POSITION = [read for read in READS if read != "even"]
+BY_POSITION = [read for read in READS if read not in ("even", *BY_PYTHON)]
 ARMS: dict[str, dict[str, Any]] = {
     "plain": {"points": [{}]},
     "idle": {"points": [{}]},
@@ -163,7 +192,7 @@ ARMS: dict[str, dict[str, Any]] = {
         ],
     },
     "bent": {
-        "reads": BY_POSITION,
+        "reads": [*BY_POSITION, "feel", "count"],
         "points": [
             {"edits": [edit("gain", "r1", coefficient=0.5), edit("bend", "r1", "final")]},
             {"edits": [edit("bend", "final"), edit("push", "r0", coefficient=-0.5, vector="w")]},
@@ -193,15 +222,18 @@ def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
         lines += [f"@BLOCK.location({site!r}, **{found!r})", f"def at_{number}(t, hidden{pair}):"]
         for name in ORDER:
             entry = EDITS.get(name) or READS[name]
-            if site in entry["sites"] and (mode == "eager" or name != "bend"):
+            if site in entry["sites"] and (mode == "eager" or name not in BY_PYTHON):
                 call = CALLS.get(kind := entry.get("verb") or entry["kind"], kind)
+                call = "python_read" if name in READS and kind == "python" else call
                 some = f", columns={tuple(map(tuple, entry['columns']))!r}" if "columns" in entry else ""
                 lines.append(f'    vt.{call}(t, "{name}", hidden{pair}{some})')
     block = folder / "toy.block.py"
     block.write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "bend.py").write_text(BEND, encoding="utf-8")
+    (folder / "feel.py").write_text(FEEL, encoding="utf-8")
     served = {name: arm for name, arm in ARMS.items() if name != "plain" and (mode == "eager" or name != PYTHON)}
-    edits = {name: entry for name, entry in EDITS.items() if mode == "eager" or name != "bend"}
+    edits = {name: entry for name, entry in EDITS.items() if mode == "eager" or name not in BY_PYTHON}
+    kept = {name: entry for name, entry in READS.items() if mode == "eager" or name not in BY_PYTHON}
     for name, vector in VECTORS.items():
         np.save(folder / f"{name}.npy", vector)
 
@@ -215,7 +247,7 @@ def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
         "block": {"digest": "sha256:" + hashlib.sha256(block.read_bytes()).hexdigest(), "structure": "s"},
         "sites": {name: {"width": WIDTH, **site} for name, site in SITES.items()},
         "edits": spelled(edits),
-        "reads": {name: {**entry, **reads} for name, entry in spelled(READS).items()},
+        "reads": {name: {**entry, **reads} for name, entry in spelled(kept).items()},
         "metrics": spelled(METRICS),
         "overrides": {"say": {"ids": list(sch.SAY)}},
         "vectors": {name: {"file": f"{name}.npy"} for name in VECTORS},
