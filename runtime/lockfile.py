@@ -114,6 +114,7 @@ def _site(name: str, data: Mapping[str, Any], engine: str) -> SiteEntry:
         mode=_one_of(data.get("mode", usual), SITE_MODES, "mode"),
         op=data.get("op"),
         forward=data.get("forward"),
+        inside=data.get("inside"),
     )
 
 
@@ -199,7 +200,7 @@ def _check_names(program: Program) -> None:
 
     for name, site in program.sites.items():
         if site.op is not None:
-            known(f"sites.{name}", (str(site.forward),), "forwards", program.forwards)
+            known(f"sites.{name}", site.functions or ("None",), "forwards", program.forwards)
     for name, edit in program.edits.items():
         known(f"edits.{name}", edit.sites, "sites", program.sites)
     for name, read in program.reads.items():

@@ -20,6 +20,7 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
+from tests.engine.plain_cohere import Cohere
 from tests.engine.plain_forwards import Gemma3, Gpt2, Llama, Plain, Qwen3, Qwen3Moe
 from tests.engine.plain_hybrids import GraniteHybrid, Lfm2
 from tests.engine.runs import Case, Floats, Run, largest, run_spec
@@ -36,19 +37,20 @@ BOUND = 2e-5
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
-    "llama": (Llama, TWO_LAYERS, ("eager",)),
+    "llama": (Llama, TWO_LAYERS, ("eager", "taps")),
     "qwen3": (Qwen3, TWO_LAYERS, ("eager", "taps")),
     "gemma3": (Gemma3, TWO_LAYERS | {"layer_types": ["sliding_attention", "full_attention"]}, ("eager",)),
     "gpt2": (Gpt2, {"n_layer": 2}, ("eager", "taps")),
     "qwen3_moe": (Qwen3Moe, {}, ("eager", "taps")),
     "granitemoehybrid": (GraniteHybrid, {}, ("eager", "taps")),
+    "cohere": (Cohere, {}, ("eager", "taps")),
     # Without compilation vLLM's CPU kernel rotates queries of [T, heads, dims] by positions that are not theirs.
     "lfm2": (Lfm2, {}, ("taps",)),
 }
 """The forward by hand, what differs from the configuration in ``data``, and the engine modes. Two layers have every
 branch: the first has no residual yet, of a hybrid's one attends.
 
-A start that compiles takes longest. Llama has no op that is instrumented, and Gemma's are views of the same kind as
+A start that compiles takes longest. Of Llama's own ops none is instrumented, and Gemma's are views of the same kind as
 Qwen's.
 """
 
@@ -64,8 +66,11 @@ FORWARDS = re.compile(
 )
 """The modules whose ops are read: decoder layers and the attention, MLP, block of experts or mixer in them."""
 
-NAMED = ("llama", "gpt2")
-"""Each value in these forwards has an alias or is a module's: none of them is instrumented."""
+NAMED = ("gpt2",)
+"""Each value in this forward has an alias or is a module's: none of them is instrumented."""
+
+DEEP = {"llama": ("inside",), "cohere": ("inside", "input")}
+"""Here the ops of the functions that these forwards call too, and what ops take in."""
 
 WHOLE = ("granitemoehybrid", "eager")
 """Here the model's own forward too: it has an augmented assignment, and no compiler in its way."""
@@ -111,6 +116,15 @@ TRIALS: dict[str, dict[str, Trial]] = {
             {"zero": {"at": f"{ATTENTION}.source.q_0", **ZERO}},  # the alias q[1]
             (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
         ),
+        "scale_act": Trial(  # in a function of another file
+            {
+                "scale": {
+                    "at": "model.layers.1.mlp.source.maybe_fused_act_quant_0.source.act_fn_0",
+                    "scale": {"by": -0.5},
+                }
+            },
+            (ByHand("model.layers.1.mlp.down_proj", "output", scaled(-0.5)),),
+        ),
     },
     "qwen3": {
         "zero_q": Trial(
@@ -126,6 +140,20 @@ TRIALS: dict[str, dict[str, Trial]] = {
         "scale_k": Trial(
             {"scale": {"at": f"{ATTENTION}.source.k_flatten_0", "scale": {"by": -1.5}}},
             (ByHand(f"{ATTENTION}.k_norm", "output", scaled(-1.5)),),
+        ),
+    },
+    "cohere": {
+        "zero_head": Trial(  # in the function that the forward calls
+            {"zero": {"at": f"{ATTENTION}.source.self__apply_qk_norm_0.source.k_view_0", "zero": {"heads": [1]}}},
+            (ByHand(f"{ATTENTION}.k_proj", "output", scaled(0.0, slice(32, 64))),),
+        ),
+        "zero_q": Trial(  # what is normed to nothing was nothing
+            {"zero": {"at": f"{ATTENTION}.source.self__apply_qk_norm_0.source.q_2", **ZERO}},
+            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
+        ),
+        "scale_attended": Trial(  # what the sum takes in, no other
+            {"scale": {"at": "model.layers.1.source.binop_add_0.input[0]", "scale": {"by": -0.5}}},
+            (ByHand("model.layers.1.self_attn", "output", scaled(-0.5)),),
         ),
     },
     "gpt2": {
@@ -206,18 +234,23 @@ def trials_of(family: str, mode: str) -> dict[str, Trial]:
     return {name: trial for name, trial in TRIALS[family].items() if mode in trial.modes}
 
 
-def located(tree: ModelTree, whole: bool) -> dict[str, str]:
+def located(tree: ModelTree, whole: bool, deep: Sequence[str]) -> dict[str, str]:
     """Every spelling of an op in :data:`FORWARDS`, and of the ``whole`` model, that a spec can use → its site's
-    name."""
+    name; ``deep``: see :data:`DEEP`."""
     found: dict[str, str] = {}
     for path, module in tree.modules.items():
         if module.forward is None or not (FORWARDS.fullmatch(path) or (whole and path == "model")):
             continue
         ops = tree.forwards[module.forward].ops
         unfilled = {op.name for op in ops if op.text in UNFILLED}
-        for op in (op for op in ops if not {op.name, op.of} & unfilled):
-            for element in ("", *(f".output[{i}]" for i in range(8))):
-                text = f"{path}.source.{op.name}{element}"
+        named = [("", op) for op in ops if not {op.name, op.of} & unfilled]
+        if "inside" in deep:
+            called = [(f"{op.name}.source.", tree.forwards[op.inside]) for op in ops if op.inside in tree.forwards]
+            named += [(prefix, op) for prefix, forward in called for op in forward.ops]
+        for prefix, op in named:
+            args = [f".{arg.place}" for arg in op.args if arg.key != ""] if "input" in deep else []
+            for element in ("", *(f".output[{i}]" for i in range(8)), *args):
+                text = f"{path}.source.{prefix}{op.name}{element}"
                 sites, _ = locate(tree, text, Span("spec.yaml"))
                 if sites:
                     (found[text],) = {site.name for site in sites}
@@ -338,7 +371,7 @@ def served(
 ) -> Served:
     family, mode = request.param
     reference, folder = references(family), tmp_path_factory.mktemp(f"{family}-{mode}")
-    named = located(reference.tree, (family, mode) == WHOLE)
+    named = located(reference.tree, (family, mode) == WHOLE, DEEP.get(family, ()))
     run = run_spec(spec_of(family, mode, named, folder), folder)
     assert {site["mode"] for site in run.lock["sites"].values()} == {"recorded" if mode == "taps" else mode}
     return Served(family, run, reference, named, trials_of(family, mode))

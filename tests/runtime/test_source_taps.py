@@ -58,5 +58,47 @@ def test_lines_are_counted_as_python_counts_them(tmp_path: Path, monkeypatch: py
     text = 'a = """\x0c\xe2\x80\xa8"""\r\n\x0c\r\nclass A:\r\n    def forward(self):\r\n        return 1\r\n'
     (tmp_path / "counted" / "a.py").write_bytes(text.encode("latin-1"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = forward_text.find_text("counted.a.A.forward", "counted/a.py")
-    assert found == "    def forward(self):\n        return 1\n"
+    found = forward_text.find_texts("counted.a.A.forward", "counted/a.py")
+    assert found == ["    def forward(self):\n        return 1\n"]
+
+
+DEFINED = """\
+if True:
+    class A:
+        def forward(self):
+            return 1
+else:
+    class A:
+        def forward(self):
+            return 2
+
+def make():
+    try:
+        class B:
+            def forward(self):
+                def inner():
+                    return 3
+                return inner
+    finally:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "lines"),
+    [
+        ("A.forward", ["return 1", "return 2"]),
+        ("make.<locals>.B.forward", ["return inner"]),
+        ("make.<locals>.B.forward.<locals>.inner", ["return 3"]),
+        ("B.forward", []),
+        ("A", []),
+    ],
+)
+def test_functions_in_functions_and_branches_are_found(
+    where: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "branched").mkdir()
+    (tmp_path / "branched" / "__init__.py").write_text(DEFINED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = forward_text.find_texts(f"branched.{where}", "branched/__init__.py")
+    assert [text.splitlines()[-1].strip() for text in found] == lines
