@@ -45,6 +45,7 @@ class Function:
     node: cst.FunctionDef
     positions: dict[cst.CSTNode, CodeRange]
     offset: int
+    found: list[Found] = field(default_factory=list)
 
     def line(self, node: cst.CSTNode) -> int:
         """Counted from 1 at the first line of the function's text, its decorators included."""
@@ -65,7 +66,7 @@ class Found:
     args: tuple[cst.BaseExpression, ...] = ()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def parse_function(source: str) -> Function:
     """``source`` as ``inspect.getsource`` gives it, indented or not.  Shared: do not change it.  Raises SourceError."""
     # Not dedented: lines of a string may stand left of the definition.
@@ -99,9 +100,11 @@ def decorators_of(source: str) -> set[str]:
 
 
 def find_ops(function: Function) -> list[Found]:
-    walker = _Walker(function, loose_names(function.node))
-    walker.walk(function.node.body)
-    return walker.found
+    """Shared, as the function is: do not change it."""
+    if not function.found:
+        walker = _Walker(function, loose_names(function.node), found=function.found)
+        walker.walk(function.node.body)
+    return function.found
 
 
 def dotted(node: cst.CSTNode) -> list[str]:

@@ -40,7 +40,7 @@ def put(module: nn.Module, places: Sequence[At], program: Program) -> None:
     for at in places:
         site = program.sites[at.place.name]
         named.setdefault("", set()).add(str(site.forward))
-        if call := without(str(site.op))[0]:
+        if call := without(str(at.place.op))[0]:
             named.setdefault(call, set()).add(str(site.inside))
     where = min(named[""])
     for several in named.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,30 @@ def test_lines_are_counted_as_python_counts_them(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     found = forward_text.find_texts("counted.a.A.forward", "counted/a.py")
     assert found == ["    def forward(self):\n        return 1\n"]
+
+
+LOCK = Path(__file__).parents[1] / "golden" / "blocks" / "forwards" / "spec.lock.json"
+
+
+def test_the_text_of_a_function_that_a_forward_calls_guards_the_lock_too() -> None:
+    pytest.importorskip("vllm")
+    lock = json.loads(LOCK.read_text(encoding="utf-8"))
+    where = "vllm.model_executor.models.commandr.CohereAttention._apply_qk_norm"
+    assert where in lock["forwards"] and forward_text.changed(parse_program(lock, Path())) is None
+    lock["forwards"][where]["digest"] = "sha256:0"
+    told = forward_text.changed(parse_program(lock, Path()))
+    assert told is not None and told.startswith(
+        f"{where} is another text in the installed vLLM: compiled for the ops q_v"
+    )
+
+
+@pytest.mark.parametrize("which", ["forward", "inside"])
+def test_a_lock_without_the_text_of_a_function_is_refused(which: str) -> None:
+    lock = json.loads(LOCK.read_text(encoding="utf-8"))
+    site = next(site for site in lock["sites"].values() if "inside" in site)
+    del lock["forwards"][site[which]]
+    with pytest.raises(LockError, match=f"forwards has no {site[which]}"):
+        parse_program(lock, Path())
 
 
 DEFINED = """\

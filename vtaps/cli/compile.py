@@ -81,7 +81,7 @@ def show_forwards(plan: Plan) -> None:
         shown.setdefault((site.inside or site.forward, call), set()).add(value)
         if call:
             calls.setdefault(site.forward, set()).add(call)
-    for (where, call), values in sorted(shown.items()):
+    for (where, call), values in sorted(shown.items(), key=lambda item: (item[0][1], item[0][0])):
         diff = tapped_diff(plan.forwards[where], values, () if call else sorted(calls.get(where, ())))
         if call:
             print(f"what {call} calls, {copy_name(call)}:")
