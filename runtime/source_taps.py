@@ -81,16 +81,23 @@ def _tap(function: forwards.TappedFunction, places: Sequence[At]) -> Callable[[s
 
 def _acting(at: At) -> Callable[[Any], Any]:
     element, act, number, name = at.place.output, at.act, at.number, at.place.name
+    taken_in = at.place.input is not None
 
     def acting(value: Any) -> Any:
         x = value if element is None else value[element]
         if not isinstance(x, Tensor):
             raise ForwardError(f"{name}: {type(x).__name__} is there, not a tensor")
+        if taken_in and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+            raise ForwardError(f"{name}: {list(x.shape)} with strides {list(x.stride())} shares its rows or columns")
         # What an op computes may share memory with other values, as the parts of a split do. An edit is of this value
         # alone, and Inductor loses the writes of two operations into views of one tensor where vLLM has it use
         # auto-functionalization V1.
         own = x.clone(memory_format=contiguous_format)
         act(rows_of(own, name), None, number)
+        if taken_in:
+            # What a call takes in it may write into, for whoever holds the tensor: it gets the tensor itself.
+            x.copy_(own)
+            return value
         return own if element is None else _replaced(value, element, own)
 
     return acting
