@@ -56,7 +56,7 @@ def structure(plan: Plan) -> str:
         if site.alias is None:
             at.append(COPIED)
         if site.op is not None and site.forward is not None:
-            at += [site.op, plan.forwards[site.forward].digest]
+            at += [site.op, *(plan.forwards[where].digest for where in site.functions)]
         rows.append([*at, done])
     facts = [plan.tree.architecture, plan.tree.dtype, VLLM_RANGE, rows]
     return digests.of_json(facts)

@@ -144,6 +144,7 @@ def _site(location: LocationPlan, plan: Plan) -> dict[str, Any]:
     return {
         "module": site.module,
         **({"op": site.op, "forward": site.forward} if site.op is not None else {}),
+        **({"inside": site.inside} if site.inside is not None else {}),
         "output": site.element if site.side == "output" else None,
         "input": site.element if site.side == "input" else None,
         "residual": site.residual,

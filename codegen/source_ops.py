@@ -15,7 +15,8 @@ from functools import lru_cache
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from vtaps.spec.source import Op
+from vtaps.codegen.loose_names import loose_names
+from vtaps.spec.source import Arg, Op
 
 TEXT_LIMIT = 60
 
@@ -24,6 +25,12 @@ _BINARY = {
     cst.Modulo: "mod", cst.Power: "pow", cst.MatrixMultiply: "matmul", cst.LeftShift: "lshift",
     cst.RightShift: "rshift", cst.BitAnd: "and", cst.BitOr: "or", cst.BitXor: "xor",
 }  # fmt: skip
+
+
+_CONSTANT = (
+    cst.BaseNumber, cst.SimpleString, cst.ConcatenatedString, cst.FormattedString, cst.Lambda, cst.ListComp,
+    cst.SetComp, cst.DictComp, cst.GeneratorExp, cst.Ellipsis,
+)  # fmt: skip
 
 
 class SourceError(ValueError):
@@ -38,6 +45,7 @@ class Function:
     node: cst.FunctionDef
     positions: dict[cst.CSTNode, CodeRange]
     offset: int
+    found: list[Found] = field(default_factory=list)
 
     def line(self, node: cst.CSTNode) -> int:
         """Counted from 1 at the first line of the function's text, its decorators included."""
@@ -51,13 +59,14 @@ class Function:
 
 @dataclass
 class Found:
-    """An op and the expression whose value it is; of an unpacked name that is the whole tuple."""
+    """An op, the expression whose value it is (of an unpacked name the whole tuple), and those of its arguments."""
 
     op: Op
     node: cst.BaseExpression
+    args: tuple[cst.BaseExpression, ...] = ()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def parse_function(source: str) -> Function:
     """``source`` as ``inspect.getsource`` gives it, indented or not.  Shared: do not change it.  Raises SourceError."""
     # Not dedented: lines of a string may stand left of the definition.
@@ -84,10 +93,18 @@ def ops_of(source: str) -> tuple[Op, ...]:
     return tuple(found.op for found in find_ops(parse_function(source)))
 
 
+def decorators_of(source: str) -> set[str]:
+    """What decorates one function, dotted.  Raises SourceError."""
+    found = (decorator.decorator for decorator in parse_function(source).node.decorators)
+    return {".".join(dotted(node.func if isinstance(node, cst.Call) else node)) for node in found}
+
+
 def find_ops(function: Function) -> list[Found]:
-    walker = _Walker(function)
-    walker.walk(function.node.body)
-    return walker.found
+    """Shared, as the function is: do not change it."""
+    if not function.found:
+        walker = _Walker(function, loose_names(function.node), found=function.found)
+        walker.walk(function.node.body)
+    return function.found
 
 
 def dotted(node: cst.CSTNode) -> list[str]:
@@ -111,6 +128,19 @@ def _names_only(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.Name)
 
 
+def _constant(node: cst.BaseExpression) -> bool:
+    """Whether it can be no tensor of the model's."""
+    if isinstance(node, cst.UnaryOperation):
+        return _constant(node.expression)
+    named = isinstance(node, cst.Name) and node.value in ("None", "True", "False", "self")
+    return named or isinstance(node, _CONSTANT)
+
+
+def _in_part(node: cst.CSTNode) -> bool:
+    """Whether what is assigned to is a part of another value."""
+    return isinstance(node, cst.Subscript) or (isinstance(node, cst.Attribute) and dotted(node)[0] != "self")
+
+
 def _rooted(node: cst.CSTNode) -> bool:
     while isinstance(node, (cst.Attribute, cst.Subscript)):
         node = node.value
@@ -123,19 +153,33 @@ class _Walker:
     positional before keyword arguments."""
 
     function: Function
+    loose: frozenset[str]
+    parts: dict[int, tuple[str, int]] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     loops: int = 0
     fixed: str = ""
 
     def add(
-        self, name: str, node: cst.BaseExpression, kind: str, text: str, *, of: str = "", item: int | None = None
+        self,
+        name: str,
+        node: cst.BaseExpression,
+        kind: str,
+        text: str,
+        *,
+        of: str = "",
+        item: int | None = None,
+        args: Iterable[tuple[Arg, cst.BaseExpression]] = (),
     ) -> str:
         number = self.counts.get(name, 0)
         self.counts[name] = number + 1
         made = f"{name}_{number}"
-        line = self.function.line(node)
-        self.found.append(Found(Op(made, line, kind, text, of, item, bool(self.loops), self.fixed), node))
+        # In a loop or where nothing can be put around the op, nothing can be put around these either.
+        line, pairs = self.function.line(node), [] if self.loops or self.fixed else list(args)
+        op = Op(
+            made, line, kind, text, of, item, bool(self.loops), self.fixed, args=tuple(arg for arg, _ in pairs)
+        )  # fmt: skip
+        self.found.append(Found(op, node, tuple(value for _, value in pairs)))
         return made
 
     def walk(self, node: cst.CSTNode) -> str:
@@ -144,9 +188,10 @@ class _Walker:
             case cst.Call():
                 return self._call(node)
             case cst.BinaryOperation(left=left, operator=operator, right=right):
-                self.walk(left)
-                self.walk(right)
-                return self.add(f"binop_{_BINARY[type(operator)]}", node, "binary", self.function.text(node))
+                sides = [(self._arg(n, side, self.walk(side)), side) for n, side in enumerate((left, right))]
+                return self.add(
+                    f"binop_{_BINARY[type(operator)]}", node, "binary", self.function.text(node), args=sides
+                )
             case cst.Assign(targets=targets, value=value):
                 of = self.walk(value)
                 for target in targets:
@@ -165,6 +210,11 @@ class _Walker:
                     held, self.fixed = self.fixed, self.fixed or ("" if _names_only(target) else "part of a value")
                     self.add("_".join(dotted(target)), target, "augmented", self.function.text(node))
                     self.fixed = held
+            case cst.Subscript(
+                value=value, slice=[cst.SubscriptElement(slice=cst.Index(value=cst.Integer() as number))]
+            ):
+                if of := self.walk(value):
+                    self.parts[id(node)] = (of, int(number.evaluated_value))
             case cst.NamedExpr(target=target, value=value):
                 of = self.walk(value)
                 self._bind(target, value, of)
@@ -207,11 +257,28 @@ class _Walker:
         if isinstance(node.func, cst.Name) and node.func.value == "super" and not node.args:
             return ""  # its frame is its meaning
         self.walk(node.func)
+        made: dict[int, Arg] = {}
         for keyword in (False, True):
-            for arg in node.args:
+            for number, arg in enumerate(node.args):
                 if (arg.keyword is not None or arg.star == "**") == keyword:
-                    self.walk(arg.value)
-        return self.add("_".join(dotted(node.func)) or "call", node, "call", self.function.text(node.func))
+                    of = self.walk(arg.value)
+                    starred = any(before.star for before in node.args[: number + 1]) and arg.keyword is None
+                    key = "" if starred else number if arg.keyword is None else arg.keyword.value
+                    made[number] = self._arg(key, arg.value, of)
+        args = [(made[number], arg.value) for number, arg in enumerate(node.args)]
+        return self.add("_".join(dotted(node.func)) or "call", node, "call", self.function.text(node.func), args=args)
+
+    def _arg(self, key: int | str, value: cst.BaseExpression, of: str) -> Arg:
+        """``of``: the op whose value it is."""
+        if key == "" or _constant(value):
+            return Arg(key)
+        if of:
+            return Arg(key, of)
+        if id(value) in self.parts:
+            return Arg(key, *self.parts[id(value)])
+        if isinstance(value, cst.Name) and value.value not in self.loose:
+            return Arg(key, name=value.value)
+        return Arg(key, other=True)
 
     def _bind(self, target: cst.BaseExpression, value: cst.BaseExpression, of: str) -> None:
         """The names that an assignment binds; of a tuple, each with the element of ``of`` that it is."""
@@ -224,12 +291,20 @@ class _Walker:
                     for item, element in zip(items, value.elements, strict=True):
                         self._bind(item, element.value, "")
                 return
-            for number, item in enumerate(items):
+            for place, item in enumerate(items):
                 if isinstance(item, cst.Name) and item.value != "_":
-                    self.add(item.value, value, "element", self.function.text(value), of=of, item=number)
+                    self.add(item.value, value, "element", self.function.text(value), of=of, item=place)
             return
         if _rooted(target) and not (isinstance(target, cst.Name) and target.value == "_"):
-            self.add("_".join(dotted(target)), value, "bind", self.function.text(value), of=of)
+            kind = "item" if _in_part(target) else "bind"
+            number: int | None = None
+            if not of:
+                of, number = self.parts.get(id(value), ("", None))
+            held = self.fixed
+            if isinstance(value, cst.Name) and value.value in self.loose:
+                self.fixed = held or f"a name of what `{value.value}` is then"
+            self.add("_".join(dotted(target)), value, kind, self.function.text(value), of=of, item=number)
+            self.fixed = held
 
     def _within(self, *nodes: cst.CSTNode) -> None:
         self.loops += 1

@@ -64,7 +64,7 @@ class Location:
     module: str
     function: Callable[..., None]
     output: int | None
-    input: str | None
+    input: int | str | None
     residual: int | str | None
     columns: tuple[int, int] | None
     op: str | None = None
@@ -95,20 +95,21 @@ class Block:
         module: str,
         op: str | None = None,
         output: int | None = None,
-        input: str | None = None,
+        input: int | str | None = None,
         residual: int | str | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Register the decorated function at ``module``: an element of its output tuple (``output``; None for an
         output that is one tensor), an input by parameter name (``input``), or what an op of its forward computes
-        (``op``; ``output`` is an element of that).
+        (``op``; ``output`` is an element of that) or takes in (``input``: an argument's number or keyword).  An op
+        ``f_0.source.q_0`` is one of the function that ``f_0`` calls.
 
         ``residual`` is where the pair's other half is, on the same side; ``columns`` a half-open range of the last
         axis.  Raises ValueError for a name given twice or a side given twice.
         """
         if name in self.locations:
             raise ValueError(f"the block has two functions for {name}")
-        if input is not None and (output is not None or op is not None):
+        if input is not None and output is not None:
             raise ValueError(f"{name}: a location is an input or an output")
 
         def register(function: Callable[..., None]) -> Callable[..., None]:

@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from vtaps.codegen.instrument import instrumented_source
@@ -37,40 +37,49 @@ def source_of(forward: Forward) -> list[str] | None:
     return [line.rstrip("\n") for line in lines] if lines and same else None
 
 
-def find_text(where: str, file: str) -> str | None:
-    """The text of ``module.Class.function`` in ``file``, wherever it stands there; None where it is not there."""
+def find_texts(where: str, file: str) -> list[str]:
+    """The texts of ``module.Class.function`` in ``file``, wherever it stands there: below an ``if`` there may be
+    several, and a name in a function is written ``function.<locals>.name``."""
     lines = file_lines(file)
     if lines is None:
-        return None
+        return []
     try:
-        body: Iterable[ast.stmt] = ast.parse("".join(lines)).body
+        bodies = [ast.parse("".join(lines)).body]
     except SyntaxError:
-        return None
+        return []
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    found: ast.stmt | None = None
-    for name in where.removeprefix(module + ".").split("."):
-        found = next(
-            (n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == name), None
-        )  # fmt: skip
-        if found is None:
-            return None
-        body = found.body if isinstance(found, (ast.ClassDef, ast.FunctionDef)) else ()
-    if not isinstance(found, ast.FunctionDef):
-        return None
-    first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
-    return "".join(inspect.getblock(lines[first - 1 :]))
+    found: list[ast.ClassDef | ast.FunctionDef] = []
+    for name in where.removeprefix(module + ".").replace(".<locals>", "").split("."):
+        found = [one for body in bodies for one in _defined(body) if one.name == name]
+        bodies = [one.body for one in found]
+    texts = []
+    for one in found:
+        if isinstance(one, ast.FunctionDef):
+            first = min([one.lineno, *(d.lineno for d in one.decorator_list)])
+            texts.append("".join(inspect.getblock(lines[first - 1 :])))
+    return texts
+
+
+def _defined(body: Iterable[ast.AST]) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """The classes and functions that statements define, those in their branches too."""
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node
+        elif isinstance(node, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield from _defined(ast.iter_child_nodes(node))
 
 
 def changed(program: Program) -> str | None:
     """The first function of the lock whose text here is another, with the ops that it had and those it has."""
     for where, entry in program.forwards.items():
-        text = find_text(where, entry.file)
-        if text is None:
+        texts = find_texts(where, entry.file)
+        if not texts:
             return f"there is no {where} in the installed vLLM"
-        if entry.digest == f"sha256:{hashlib.sha256(text.encode()).hexdigest()}":
+        # Which of several is run, a worker sees.
+        if any(entry.digest == f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" for text in texts):
             continue
         try:
-            now = [op.name for op in ops_of(text)]
+            now = [op.name for op in ops_of(texts[0])]
         except SourceError as error:
             return f"{where} is another text in the installed vLLM, and has no ops: {error}"
         then = [parse_op(op).name for op in entry.ops]
@@ -81,13 +90,13 @@ def changed(program: Program) -> str | None:
     return None
 
 
-def tapped_diff(forward: Forward, ops: Collection[str]) -> list[str] | None:
-    """A unified diff of the forward's file that shows it with taps around ``ops``, as a worker compiles it; None where
-    the text is not installed here."""
+def tapped_diff(forward: Forward, values: Collection[str], calls: Collection[str] = ()) -> list[str] | None:
+    """A unified diff of the forward's file that shows it with taps around ``values``, and with copies called by the ops
+    ``calls``, as a worker compiles it; None where the text is not installed here."""
     whole, own = file_lines(forward.file), source_of(forward)
     if whole is None or own is None:
         return None
-    made = instrumented_source("\n".join(own) + "\n", ops).removesuffix("\n").split("\n")
+    made = instrumented_source("\n".join(own) + "\n", values, calls).removesuffix("\n").split("\n")
     depth = own[0][: len(own[0]) - len(own[0].lstrip())]
     # No line moves: those that say the same stay as they are, indentation and all.
     lines = [old if old.strip() == new.strip() else depth + new for old, new in zip(own, made, strict=True)]

@@ -40,7 +40,7 @@ class At:
 
     location: str
     module: str
-    input: str | None
+    input: int | str | None
     layer: int | None
     positions: npt.NDArray[np.int64]
     requests: tuple[str, ...]

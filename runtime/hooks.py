@@ -51,7 +51,7 @@ def install(block: Block, program: Program, model: nn.Module, act_of: Callable[[
             source_taps.put(modules[path], places, program)
         except source_taps.ForwardError as error:
             raise InstallError(str(error)) from error
-    inputs = [(n, p) for n, p in numbered if p.input is not None]
+    inputs = [(n, p) for n, p in numbered if p.input is not None and p.op is None]
     outputs = [(n, p) for n, p in numbered if p.input is None and p.op is None]
     # The last wrapper around a forward acts first on its inputs and last on its output.
     for number, place in [*reversed(inputs), *outputs]:

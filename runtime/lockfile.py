@@ -116,6 +116,7 @@ def _site(name: str, data: Mapping[str, Any], engine: str, python: bool) -> Site
         mode=_one_of(data.get("mode", usual), SITE_MODES, "mode"),
         op=data.get("op"),
         forward=data.get("forward"),
+        inside=data.get("inside"),
     )
 
 
@@ -202,7 +203,7 @@ def _check_names(program: Program) -> None:
 
     for name, site in program.sites.items():
         if site.op is not None:
-            known(f"sites.{name}", (str(site.forward),), "forwards", program.forwards)
+            known(f"sites.{name}", site.functions or ("None",), "forwards", program.forwards)
     for name, edit in program.edits.items():
         known(f"edits.{name}", edit.sites, "sites", program.sites)
         known(f"edits.{name}", edit.vectors, "vectors", program.vectors)

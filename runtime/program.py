@@ -37,7 +37,7 @@ class SiteEntry:
     name: str
     module: str
     output: int | None
-    input: str | None
+    input: int | str | None
     residual: int | str | None
     columns: Interval | None
     layer: int | None
@@ -46,6 +46,12 @@ class SiteEntry:
     mode: str = "eager"
     op: str | None = None
     forward: str | None = None
+    inside: str | None = None
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Those that get taps for it."""
+        return tuple(name for name in (self.forward, self.inside) if name is not None)
 
 
 @dataclass(frozen=True)

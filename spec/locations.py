@@ -3,6 +3,8 @@
     alias | alias[layers]
     module.path.output | module.path.output[i] | module.path.input | module.path.input.NAME
     module.path.source.OP | module.path.source.OP.output | module.path.source.OP.output[i]
+    module.path.source.OP.input[i] | module.path.source.OP.input.KEYWORD
+    module.path.source.OP.source.INNER…, where OP calls a function, and of that
     **
 
 A segment of a module path may be ``*``, a layer (``-1`` too), or carry ``[layers]`` after its name. The root
@@ -20,7 +22,8 @@ from vtaps.spec.alias_tables import ALIASES, NOT_YET, TABLES
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.everywhere import EVERYWHERE, everywhere
 from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, parse_layers
-from vtaps.spec.op_places import OpPlace, resolve_op
+from vtaps.spec.op_grammar import OpPlace, parse_op_place
+from vtaps.spec.op_places import resolve_op
 from vtaps.spec.places import Refused, resolve_place
 from vtaps.spec.tree import ModelTree, Site
 
@@ -41,13 +44,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class RawLocation:
-    """A module path, its side, and which element (of an output) or parameter (of an input) of it; ``op``: of what
-    this op of its forward computes."""
+    """A module path, its side, and which element (of an output) or parameter (of an input) of it; ``op``: a place in
+    its forward instead."""
 
     path: tuple[Segment, ...]
     side: str
     element: int | str | None
-    op: str | None = None
+    op: OpPlace | None = None
 
 
 @dataclass(frozen=True)
@@ -119,30 +122,15 @@ def parse_location(text: str) -> AliasLocation | RawLocation:
 
 def _op_location(text: str, parts: list[str]) -> RawLocation:
     at = parts.index("source", 1)
-    path, tail = parts[:at], parts[at + 1 :]
-    if not tail or not tail[0].isidentifier():
-        what = f"`{tail[0]}` is no op's name" if tail else "no op is named"
-        raise Trouble("VT201", f"{text!r}: {what}", note="as in `.source.qkv_split_0.output[0]`")
-    if len(tail) > 1 and tail[1] == "source":
-        raise Trouble(
-            "VT201",
-            f"{text!r}: the ops of the function that `{tail[0]}` calls are shown, not served",
-            note=f"what it puts out is `{'.'.join(parts[: at + 2])}`",
-        )
-    if len(tail) > 1 and tail[1].split("[")[0] in ("input", "inputs"):
-        raise Trouble(
-            "VT201",
-            f"{text!r}: an op is served at what it computes",
-            note="what it takes in is an op's value, or a name's, before it",
-        )
-    side = tail[1] if len(tail) > 1 else "output"
-    if len(tail) > 2 or side.split("[")[0] != "output":
-        raise Trouble(
-            "VT201", f"{text!r}: `.output` or `.output[i]` follows an op", near=nearest(tail[-1], ("output",))
-        )
-    _, _, element = _side(text, [*path, side])
-    assert element is None or isinstance(element, int)
-    return RawLocation(tuple(_segment(text, p) for p in path), "output", element, tail[0])
+    try:
+        place = parse_op_place(text, parts[at + 1 :])
+    except Refused as fault:
+        raise _trouble(fault) from None
+    return RawLocation(tuple(_segment(text, p) for p in parts[:at]), place.side, place.element, place)
+
+
+def _trouble(fault: Refused) -> Trouble:
+    return Trouble(fault.code, fault.message, fault.valid, fault.near, fault.note)
 
 
 _FORMS = "a location is an alias (`resid_post[3]`) or a module path that ends in `.output` or `.input`"
@@ -278,8 +266,7 @@ def _raw(tree: ModelTree, location: RawLocation) -> list[Site]:
             if location.op is None:
                 found.append(resolve_place(tree, path, location.side, location.element))
             else:
-                element = location.element if isinstance(location.element, int) else None
-                found.append(resolve_op(tree, path, OpPlace(location.op, element)))
+                found.append(resolve_op(tree, path, location.op))
         except Refused as fault:
             refused.setdefault((fault.code, re.sub(r"\.\d+(?=\.|$)", ".*", path)), []).append(fault)
     if refused:
@@ -289,9 +276,10 @@ def _raw(tree: ModelTree, location: RawLocation) -> list[Site]:
 
 
 def _together(faults: list[Refused]) -> Trouble:
-    first = faults[0]
-    more = f" (and {len(faults) - 1} more alike)" if len(faults) > 1 else ""
-    return Trouble(first.code, first.message + more, first.valid, first.near, first.note)
+    made = _trouble(faults[0])
+    if len(faults) > 1:
+        made.message += f" (and {len(faults) - 1} more alike)"
+    return made
 
 
 def module_paths(tree: ModelTree, path: tuple[Segment, ...]) -> list[str]:

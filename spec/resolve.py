@@ -108,7 +108,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     plan = Plan(
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
-        {where: tree.forwards[where] for where in sorted({p.site.forward for p in locations if p.site.forward})},
+        {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
         context.everywhere if every else None,
     )  # fmt: skip
     return plan, found

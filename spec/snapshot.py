@@ -1,4 +1,4 @@
-"""A :class:`ModelTree` as JSON (``schemas/tree-v3.schema.json``) and back, without loss.
+"""A :class:`ModelTree` as JSON (``schemas/tree-v4.schema.json``) and back, without loss.
 
 Repeated layers are written once: ``model.layers.[0..29]`` holds the modules of a run of equal layers, and for
 a layer that differs only the modules that do. A value is one word, ``bfloat16[T,960/tp]`` or a tuple of such.
@@ -21,7 +21,7 @@ from vtaps.spec.files import write_text
 from vtaps.spec.source import Forward, op_text, parse_op
 from vtaps.spec.tree import Dimensions, ModelTree, Module, Value
 
-VERSION = 3
+VERSION = 4
 """The version of the format; a cached snapshot of another version is rebuilt."""
 
 _LAYER = re.compile(r"(.+?)\.(0|[1-9]\d*)(?:\.(.+))?")

@@ -1,7 +1,7 @@
 """The model's module tree as data: what there is to tap, before any weight is loaded.
 
 Built by ``vtaps.runtime.compat.meta_tree`` from a bare configuration, kept as a JSON snapshot
-(``schemas/tree-v3.schema.json``), read by everything left of ``run``.
+(``schemas/tree-v4.schema.json``), read by everything left of ``run``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vtaps.spec.source import Forward
+from vtaps.spec.source import Forward, value_name
 
 ROWS = "T"
 """The row axis in a shape: one row for each token scheduled in the step."""
@@ -101,8 +101,9 @@ class Site:
     ``residual`` (an output index or input parameter name; the residual may be None at run time).
     ``columns`` is a slice of the last axis (q, k, v inside the fused projection). ``width`` counts columns after
     the slice; ``heads`` divide it. ``hf_index`` is the index into Hugging Face's ``hidden_states``. ``op``: it is
-    what this op of the module's forward computes (``element`` then counts in the op's tuple), and ``forward`` the
-    function, in :attr:`ModelTree.forwards`.
+    what this op of the module's forward computes (``element`` then counts in the op's tuple), or takes in (its
+    number or keyword), and ``forward`` the function, in :attr:`ModelTree.forwards`; ``inside``: the function that this
+    one calls, of which it is an op (``op`` is ``OUTER.source.INNER``).
     """
 
     name: str
@@ -121,3 +122,14 @@ class Site:
     hf_index: int | None = None
     op: str | None = None
     forward: str | None = None
+    inside: str | None = None
+
+    @property
+    def value_name(self) -> str:
+        """Of one in a forward: ``q_0``, ``f_0.input[1]``, ``f_0.source.q_0``."""
+        return value_name(str(self.op), self.element if self.side == "input" else None)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Those that get taps for it."""
+        return tuple(name for name in (self.forward, self.inside) if name is not None)

@@ -9,6 +9,7 @@ from vtaps.spec import aliases, shards
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.layers import render_layers
 from vtaps.spec.locations import children, locate, paths_of
+from vtaps.spec.op_scope import Scope
 from vtaps.spec.places import describe, spelled
 from vtaps.spec.snapshot import stacks
 from vtaps.spec.source import Forward, Op
@@ -148,7 +149,7 @@ def render_at(tree: ModelTree, path: str, span: Span | None = None) -> tuple[str
 
 def forwards_of(tree: ModelTree, path: str) -> list[tuple[Forward, Mapping[str, Value]]]:
     """The function of the module that :func:`render_at` shows with what its ops computed, then those that it calls and
-    that have ops."""
+    that have ops, with what these computed where it calls them first."""
     paths, _ = paths_of(tree, path, Span(path))
     if not paths:
         return []
@@ -157,8 +158,16 @@ def forwards_of(tree: ModelTree, path: str) -> list[tuple[Forward, Mapping[str, 
     own = tree.forwards.get(first.forward or "")
     if own is None:
         return []
-    inner = dict.fromkeys(op.inside for op in own.ops if op.inside)
-    return [(own, dict(first.ops)), *((tree.forwards[where], {}) for where in inner)]
+    found = [(own, _own_values(Scope(tree, first, own)))]
+    shown: dict[str, Mapping[str, Value]] = {}
+    for op in own.ops:
+        if op.inside and not shown.get(op.inside):
+            shown[op.inside] = _own_values(Scope(tree, first, tree.forwards[op.inside], op, own))
+    return [*found, *((tree.forwards[where], values) for where, values in shown.items())]
+
+
+def _own_values(scope: Scope) -> Mapping[str, Value]:
+    return {name: value for name, value in scope.values.items() if "." not in name}
 
 
 def render_forward(forward: Forward, values: Mapping[str, Value], source: Sequence[str] | None) -> str:
@@ -190,9 +199,10 @@ def render_forward(forward: Forward, values: Mapping[str, Value], source: Sequen
 
 
 def _margin(op: Op) -> str:
-    """``*``: in a loop; ``>``: it calls a function with ops of its own."""
+    """``*``: in a loop; ``>``: it calls a function with ops of its own, and why no spec can use those."""
     text = op.name + "*" * op.repeats + " >" * bool(op.inside)
-    return f"{text} ({op.fixed})" if op.fixed else text
+    why = op.fixed or (op.sealed if op.inside else "")
+    return f"{text} ({why})" if why else text
 
 
 def _places(tree: ModelTree, module: Module, span: Span) -> list[str]:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -19,12 +19,16 @@ from vtaps.runtime.compat.layer_kinds import LayerKinds, layer_kinds
 from vtaps.runtime.compat.partial_sums import PartialSums, begin_in
 from vtaps.runtime.compat.ranks import not_built, shortened
 from vtaps.runtime.compat.stand_ins import autocast_off
+from vtaps.spec.source import is_argument
 from vtaps.spec.tree import ROWS, Value
 
 ROW_COUNTS = (7, 13)
 """Coprime and unlike any size of a model, so that an axis of rows cannot be mistaken for another."""
 
 TUPLE_LIMIT = 16
+
+Taps = Literal["inside", "ops", "none"]
+"""Taps in forwards, the functions that they call and their arguments; in forwards alone; or none."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,12 @@ class Call:
 @dataclass(frozen=True)
 class Recorded:
     """What the modules take and give, by path; ``unvalued`` says why nothing is known, where the architecture does not
-    run on fake tensors; ``ops``: whether its forwards run with taps; ``kinds``: which of its layers are alike."""
+    run on fake tensors; ``ops``: whether its forwards run with taps, and the functions that they call too; ``kinds``:
+    which of its layers are alike."""
 
     calls: dict[str, Call]
     unvalued: str | None = None
-    ops: bool = True
+    ops: Taps = "inside"
     kinds: LayerKinds = field(default_factory=LayerKinds)
 
 
@@ -57,16 +62,18 @@ def record(model: Any, config: Any) -> Recorded:
     """The passes over a model on one rank."""
     stub_weights(model, config.model_config.dtype)
     try:
-        try:
-            return _record(model, config, ops=True)
-        except Exception:  # a forward may look at itself: its modules' values are then of use alone
-            return _record(model, config, ops=False)
+        for ops in get_args(Taps)[:-1]:
+            try:
+                return _record(model, config, ops=ops)
+            except Exception:  # a forward may look at itself: its modules' values are then of use alone
+                continue
+        return _record(model, config, ops="none")
     except Exception as fault:  # an architecture may do anything in its forward: the tree alone is still of use
         text = str(fault).strip().splitlines()
         return Recorded({}, f"{type(fault).__name__}: {text[0] if text else ''}"[:200])
 
 
-def _record(model: Any, config: Any, *, ops: bool) -> Recorded:
+def _record(model: Any, config: Any, *, ops: Taps) -> Recorded:
     one = _pass(model, config, ROW_COUNTS[0], ops=ops)
     kinds = layer_kinds(model, one)
     if kinds.count is not None:
@@ -81,7 +88,7 @@ def _record(model: Any, config: Any, *, ops: bool) -> Recorded:
     return Recorded(_merged(one, other, LayerKinds()), None, ops, LayerKinds())
 
 
-def record_ranks(model: Any, config: Any, sums: PartialSums, *, ops: bool) -> dict[str, Call]:
+def record_ranks(model: Any, config: Any, sums: PartialSums, *, ops: Taps) -> dict[str, Call]:
     """The passes over rank 0 of a model on several; partial sums are marked.  Raises what the model raises."""
     stub_weights(model, config.model_config.dtype)
     begin_in(sums, model)
@@ -167,6 +174,12 @@ def describe(value: Any, sums: PartialSums | None = None, depth: int = 0) -> Val
     return Value("none") if value is None else Value("other")
 
 
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (tuple, list)) and any(isinstance(item, torch.Tensor) for item in value)
+    )
+
+
 def _merge(one: Value | None, other: Value | None) -> Value | None:
     if one is None or other is None or one.kind != other.kind:
         return one
@@ -190,7 +203,7 @@ def _axis(one: int, other: int) -> int | str:
     return text + (f"+{offset}" if offset > 0 else str(offset) if offset < 0 else "")
 
 
-def _pass(model: Any, config: Any, rows: int, *, ops: bool, sums: PartialSums | None = None) -> dict[str, Call]:
+def _pass(model: Any, config: Any, rows: int, *, ops: Taps, sums: PartialSums | None = None) -> dict[str, Call]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -225,11 +238,12 @@ def _pass(model: Any, config: Any, rows: int, *, ops: bool, sums: PartialSums | 
 
     def seen(path: str, name: str, value: Any) -> None:
         of = values.setdefault(path, {})
-        if name not in of:
+        # Of arguments the tensors alone: most are none.
+        if name not in of and (not is_argument(name) or _holds_tensors(value)):
             of[name] = describe(value, sums)
 
     handles = [h for path, module in model.named_modules() for h in hook_pair(path, module)]
-    restore = tap_ops(model, seen) if ops else lambda: None
+    restore = tap_ops(model, seen, inside=ops == "inside") if ops != "none" else lambda: None
     try:
         with (
             set_current_vllm_config(config),

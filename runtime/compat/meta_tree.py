@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from vtaps.runtime.compat.lean_imports import import_vllm_lean
 from vtaps.runtime.trees import REASON, vllm_version
+from vtaps.spec.op_scope import lean
 from vtaps.spec.shards import RANKS, label
 from vtaps.spec.snapshot import write_tree
 from vtaps.spec.source import Forward
@@ -151,7 +152,7 @@ def dimensions(config: Any) -> Dimensions:
 def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
     """The tree of the model that ``config_dir/config.json`` describes; raises whatever vLLM raises."""
     from vtaps.runtime.compat.abstract_pass import record
-    from vtaps.runtime.compat.forwards import read_forwards
+    from vtaps.runtime.compat.forwards import merged, read_forwards
 
     config, model = meta_model(config_dir, dtype)
     recorded = record(model, config)
@@ -163,6 +164,7 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
     modules: dict[str, Module] = {}
     by_class: dict[type, str | None] = {}
     forwards: dict[str, Forward] = {}
+    own: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         known = first.setdefault(id(module), path)
         parameters = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
@@ -175,8 +177,11 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
             by_class[type(module)] = read[0].where if read else None
             for forward in read:
                 # A module's own reading of a function says more than that of one that calls it.
-                if forward is read[0] or forward.where not in forwards:
+                if forward is read[0] and forward.where in own:
+                    forwards[forward.where] = merged(forwards[forward.where], forward)
+                elif forward is read[0] or forward.where not in forwards:
                     forwards[forward.where] = forward
+            own.update(forward.where for forward in read[:1])
         modules[path] = Module(
             path,
             type(module).__name__,
@@ -189,7 +194,7 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
             forward=by_class[type(module)],
             ops=tuple(call.ops.items()) if call else (),
         )
-    return ModelTree(
+    made = ModelTree(
         architecture=type(model).__name__,
         model_type=str(config.model_config.hf_config.model_type),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
@@ -201,6 +206,7 @@ def build(config_dir: Path, dtype: str = "auto") -> ModelTree:
         forwards=forwards,
         unsharded=unsharded,
     )
+    return lean(made)
 
 
 def labelled(config_dir: Path, dtype: str, recorded: Recorded) -> tuple[dict[str, Call], str | None]:

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from tests.codegen.test_source_ops import forwards
-from vtaps.codegen.instrument import TAP, Instrumented, InstrumentError, instrument, instrumented_source
+from vtaps.codegen.instrument import (
+    TAP,
+    Instrumented,
+    InstrumentError,
+    copy_name,
+    instrument,
+    instrumented_source,
+)
 from vtaps.codegen.source_ops import ops_of
 
 
@@ -73,7 +80,13 @@ def test_values_and_closures_stay() -> None:
     assert tapped.__doc__ == plain.__doc__ and tapped.__qualname__ == plain.__qualname__
     seen.clear()
     tapped(child(), 3)
-    assert seen[:3] == [("forward_0", 30), ("binop_add_0 y_0", 35), ("divmod_0 a_0 b_0", (5, 0))]
+    assert seen[:5] == [
+        ("forward_0.input[0]", 3),
+        ("forward_0", 30),
+        ("binop_add_0.input[1]", 5),
+        ("binop_add_0 y_0", 35),
+        ("divmod_0.input[0]", 35),
+    ]
 
 
 def test_a_tap_of_the_first_argument_is_no_cell() -> None:
@@ -93,7 +106,8 @@ def test_a_tap_of_the_first_argument_is_no_cell() -> None:
     assert set(tapped.__code__.co_freevars) == set(plain.__code__.co_freevars)
     assert tapped(one, 3) == plain(one, 3) and seen == []
     assert tapped(other, 3) == plain(child(), 10)
-    assert seen[:2] == [("forward_0", 30), ("binop_add_0 y_0", 105)]
+    outputs = [pair for pair in seen if ".input" not in pair[0]]
+    assert outputs[:2] == [("forward_0", 30), ("binop_add_0 y_0", 105)]
     with pytest.raises(InstrumentError, match="takes no argument that could have the taps"):
         of_own(lone)
 
@@ -176,7 +190,7 @@ def test_a_function_at_the_start_of_a_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("first")
     tapped, seen = traced(module.forward)
-    assert tapped(-4) == 5 and seen == [("abs_0", 4), ("binop_add_0", 5)]
+    assert tapped(-4) == 5 and seen == [("abs_0.input[0]", -4), ("abs_0", 4), ("binop_add_0", 5)]
     del sys.modules["first"]
 
 
@@ -195,7 +209,7 @@ def decorated(x: int) -> int:
 
 def test_decorators_are_left_out_and_lines_stay() -> None:
     tapped, seen = traced(inspect.unwrap(decorated))
-    assert tapped(-2) == 2 and seen == [("abs_0", 2)]
+    assert tapped(-2) == 2 and seen == [("abs_0.input[0]", -2), ("abs_0", 2)]
     assert tapped.__code__.co_firstlineno == inspect.unwrap(decorated).__code__.co_firstlineno + 1
 
 
@@ -208,15 +222,103 @@ def test_the_text_shows_where_the_taps_are() -> None:
     ]
 
 
+def test_arguments_are_evaluated_in_their_order() -> None:
+    order: list[str] = []
+
+    def note(text: str) -> str:
+        order.append(text)
+        return text
+
+    def forward(x: str) -> list[str]:
+        def join(*parts: str, **more: str) -> list[str]:
+            return [*parts, *more.values()]
+
+        return join(note("a") + x, *[note("b")], last=x, first=note("c") + x)
+
+    def tap(names: str, value: Any) -> Any:
+        order.append(names)
+        return value
+
+    wanted = ["join_0.input.last", "binop_add_1.input[1]", "join_0", "binop_add_0"]
+    tapped = of(forward, *wanted).bind(tap)
+    assert tapped("x") == ["ax", "b", "x", "cx"]
+    assert order == ["a", "binop_add_0", "b", "join_0.input.last", "c", "binop_add_1.input[1]", "join_0"]
+
+
+def test_what_a_tap_at_an_argument_returns_is_what_the_call_takes_in() -> None:
+    def forward(x: int) -> tuple[int, int]:
+        return abs(x), x
+
+    assert of(forward, "abs_0.input[0]").bind(lambda names, value: 7)(-3) == (7, -3)
+
+
+def test_a_subscripted_value_is_tapped_behind_the_subscript() -> None:
+    def forward(x: int) -> int:
+        y = divmod(x, 7)[1]
+        return y + 1
+
+    tapped, seen = traced(forward, "y_0", "divmod_0")
+    assert tapped(10) == 4 and seen == [("divmod_0", (1, 3)), ("y_0", 3)]
+
+
+class Twice:
+    scale = 10
+
+    def helper(self, x: int) -> int:
+        return abs(x) * self.scale
+
+    def forward(self, x: int) -> int:
+        return self.helper(x) + self.helper(x=x)
+
+
+def test_each_call_has_a_copy_of_its_own() -> None:
+    lines, line = inspect.getsourcelines(Twice.forward)
+    made = instrument(Twice.forward, "".join(lines), line, __file__, ["binop_add_0"], ["self_helper_1"])
+    inner = of(Twice.helper, "abs_0")
+    tapped = made.bind(lambda names, value: value, {"self_helper_1": inner.bind(lambda names, value: value + 1)})
+    assert tapped(Twice(), -3) == 30 + 40
+    assert Twice().forward(-3) == Twice().helper(-3) * 2 == 60
+    text = instrumented_source("".join(lines), ["self_helper_1.input.x"], ["self_helper_1"])
+    expected = 'self.helper(x) + __vtaps_self_helper_1__(self, x=__vtaps_tap__("self_helper_1.input.x", x))'
+    assert text.splitlines()[-1].strip() == f"return {expected}"
+
+
+def test_copies_too_are_attributes_of_the_first_argument() -> None:
+    lines, line = inspect.getsourcelines(Twice.forward)
+    made = instrument(Twice.forward, "".join(lines), line, __file__, ["binop_add_0"], ["self_helper_1"], own=True)
+    one = Twice()
+    setattr(one, TAP, lambda names, value: value)
+    setattr(one, copy_name("self_helper_1"), of(Twice.helper, "abs_0").bind(lambda names, value: value + 1))
+    assert made.bind()(one, -3) == 30 + 40
+    assert made.bind().__code__.co_freevars == Twice.forward.__code__.co_freevars
+
+
+@pytest.mark.parametrize(
+    ("line", "op", "why"),
+    [
+        ("return [f(y) for y in x]", "f_0", "in a comprehension"),
+        ("while x: f(x)", "f_0", "in a loop"),
+        ("return x + 1", "binop_add_0", "no call"),
+        ("return (f\n        .g)(x)", "f_g_0", "several lines"),
+    ],
+)
+def test_what_cannot_call_a_copy_says_why(line: str, op: str, why: str) -> None:
+    with pytest.raises(InstrumentError, match=why):
+        instrumented_source(f"def forward(x):\n    {line}\n", (), [op])
+
+
 def test_every_forward_of_vllm_compiles_with_taps() -> None:
-    """Every op that can have a tap has one; no line is moved; the ops (of every tenth) are the same ones."""
+    """Every op and argument that can have a tap has one, every call that can calls a copy; no line is moved; the ops of
+    every tenth, which calls no copies, are the same ones."""
     pytest.importorskip("vllm")
     count = 0
     for where, source in forwards():
-        text = instrumented_source(source)
+        ops = [op for op in ops_of(source) if op.kind == "call" and not op.fixed and not op.repeats]
+        count += 1
+        copied = [op.name for op in ops if op.text.removeprefix("self.").isidentifier()]
+        text = instrumented_source(source, None, copied if count % 10 else ())
         compile(text if not text[:1].isspace() else "class _:\n" + text, where, "exec", dont_inherit=True)
         assert text.count("\n") == source.count("\n"), where
-        count += 1
         if count % 10:
             continue
         before = [op.name for op in ops_of(source) if op.kind == "call"]

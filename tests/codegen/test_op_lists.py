@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vtaps.codegen.source_ops import ops_of
-from vtaps.runtime.forward_text import find_text
+from vtaps.runtime.forward_text import find_texts
 from vtaps.spec.source import op_text
 
 LISTS = Path(__file__).parent / "op_lists"
@@ -24,6 +24,10 @@ FORWARDS: dict[str, tuple[str, ...]] = {
     "qwen3_moe": (
         "qwen3_moe.Qwen3MoeDecoderLayer", "qwen3_moe.Qwen3MoeAttention", "qwen3_moe.Qwen3MoeSparseMoeBlock",
         "qwen3_moe.Qwen3MoeMLP",
+    ),
+    "cohere": (
+        "commandr.CohereDecoderLayer", "commandr.CohereAttention", "commandr.CohereAttention._apply_qk_norm",
+        "commandr.CohereMLP",
     ),
     "granitemoehybrid": (
         "granitemoehybrid.GraniteMoeHybridModel", "granitemoehybrid.GraniteMoeHybridMambaDecoderLayer",
@@ -41,9 +45,9 @@ def listed(family: str) -> str:
     lines = []
     for place in FORWARDS[family]:
         file, _, cls = place.partition(".")
-        where = f"{MODELS.replace('/', '.')}.{file}.{cls}.forward"
-        text = find_text(where, f"{MODELS}/{file}.py")
-        assert text is not None, f"there is no {where}"
+        method = "" if "." in cls else ".forward"
+        where = f"{MODELS.replace('/', '.')}.{file}.{cls}{method}"
+        (text,) = find_texts(where, f"{MODELS}/{file}.py")
         lines += [where, *(f"  {op_text(op)}" for op in ops_of(text))]
     return "\n".join(lines) + "\n"
 

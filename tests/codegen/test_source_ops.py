@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vtaps.codegen.source_ops import SourceError, ops_of
-from vtaps.spec.source import KINDS, Op, op_text, parse_op
+from vtaps.spec.source import KINDS, Arg, Op, op_text, parse_op
 
 ATTENTION = '''\
     def forward(self, positions, hidden_states):
@@ -43,20 +43,20 @@ def body(*lines: str) -> str:
 
 def test_an_attention() -> None:
     assert told(ATTENTION) == [
-        "5 self_qkv_proj_0 call: self.qkv_proj",
+        "5 self_qkv_proj_0 call(hidden_states): self.qkv_proj",
         "5 qkv_0 element of self_qkv_proj_0[0]: self.qkv_proj(hidden_states)",
-        "6 qkv_split_0 call: qkv.split",
+        "6 qkv_split_0 call(?, dim=-): qkv.split",
         "6 q_0 element of qkv_split_0[0]: qkv.split([self.q_size, self.kv_size], dim=-1)",
         "6 k_0 element of qkv_split_0[1]: qkv.split([self.q_size, self.kv_size], dim=-1)",
         "6 v_0 element of qkv_split_0[2]: qkv.split([self.q_size, self.kv_size], dim=-1)",
-        "7 self_rotary_emb_0 call: self.rotary_emb",
+        "7 self_rotary_emb_0 call(positions, q, k): self.rotary_emb",
         "7 q_1 element of self_rotary_emb_0[0]: self.rotary_emb(positions, q, k)",
         "7 k_1 element of self_rotary_emb_0[1]: self.rotary_emb(positions, q, k)",
-        "8 self_attn_0 call: self.attn",
+        "8 self_attn_0 call(q, k, v): self.attn",
         "8 attn_output_0 bind of self_attn_0: self.attn(q, k, v)",
-        "9 self_o_proj_0 call: self.o_proj",
+        "9 self_o_proj_0 call(attn_output): self.o_proj",
         "9 output_0 element of self_o_proj_0[0]: self.o_proj(attn_output)",
-        "10 binop_add_0 binary: output + hidden_states",
+        "10 binop_add_0 binary(output, hidden_states): output + hidden_states",
     ]
 
 
@@ -88,6 +88,51 @@ def test_an_attention() -> None:
 )
 def test_what_is_named_and_in_which_order(line: str, wanted: list[str]) -> None:
     assert names(body(line)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("lines", "wanted"),
+    [
+        (["return f(x, g(x), 2, -1, self.a, x[0], k=x, m=None)"], "x, @g_0, -, -, ?, ?, k=x, m=-"),
+        (["return f(*x, x, k=x, **x)"], "*, *, k=x, *"),
+        (["return f(g(x)[1], k=g(x)[0][1])"], "@g_0[1], k=?"),
+        (["return f(self, lambda: x, [y for y in x], f'{x}')"], "-, -, -, -"),
+        (["return f(y := g(x))"], "@g_0"),
+        # Something else than an op binds these, or a part of them.
+        (["for x in x: pass", "return f(x)"], "?"),
+        (["with x as y: pass", "return f(x, y)"], "x, ?"),
+        (["y, *z = x", "a, (b, c) = x", "return f(y, z, a, b)"], "?, ?, a, ?"),
+        (["y = x", "y[0] = 1", "return f(y)"], "?"),
+        (["try: pass", "except Exception as y: pass", "return f(y)"], "?"),
+        (["import a.b as y", "del y", "return f(y)"], "?"),
+        (["def y(): nonlocal x", "return f(x, y)"], "?, ?"),
+        (["z = [(y := a) for a in x]", "return f(y, a)"], "?, a"),
+        (["match x:", "    case [y, *z]: return f(y, z)"], "?, ?"),
+    ],
+)
+def test_what_a_call_takes_in(lines: list[str], wanted: str) -> None:
+    (op,) = [op for op in ops_of(body(*lines)) if op.name == "f_0"]
+    assert f"f_0 call({wanted}): f" in op_text(op)
+    assert parse_op(op_text(op)) == op
+
+
+def test_what_is_in_a_loop_takes_nothing_in_that_can_be_tapped() -> None:
+    ops = ops_of(body("for y in x:", "    f(y)", "return [g(z) for z in x]"))
+    assert all(not op.args for op in ops)
+
+
+def test_a_subscripted_value_is_an_element_of_it() -> None:
+    assert told(body("y = f(x)[0]", "a.b[0] = g(x)", "self.c = g(x)[1]", "z = (x + y)[2]"))[1::2] == [
+        "2 y_0 bind of f_0[0]: f(x)[0]",
+        "3 a_b_0 item of g_0: g(x)",
+        "4 self_c_0 bind of g_1[1]: g(x)[1]",
+        "5 z_0 bind of binop_add_0[2]: (x + y)[2]",
+    ]
+
+
+def test_a_name_of_what_a_loop_binds_is_no_value_of_its_own() -> None:
+    (op,) = ops_of(body("for y in x: pass", "z = y"))
+    assert (op.name, op.fixed) == ("z_0", "a name of what `y` is then")
 
 
 def test_names_count_over_the_whole_function() -> None:
@@ -138,6 +183,19 @@ def test_what_is_no_function_is_refused(source: str) -> None:
 identifiers = st.from_regex(r"[a-z_][a-z0-9_]{0,8}_\d{1,2}", fullmatch=True)
 
 
+def args_of(kinds: list[str]) -> tuple[Arg, ...]:
+    return tuple(
+        Arg(
+            "" if kind == "starred" else f"k{n}" if kind == "keyword" else n,
+            "f_0" if kind in ("of", "item") else "",
+            n if kind == "item" else None,
+            "x" if kind in ("name", "keyword") else "",
+            kind == "other",
+        )
+        for n, kind in enumerate(kinds)
+    )
+
+
 @given(
     st.builds(
         Op,
@@ -150,15 +208,17 @@ identifiers = st.from_regex(r"[a-z_][a-z0-9_]{0,8}_\d{1,2}", fullmatch=True)
         st.booleans(),
         st.sampled_from(["", "in a lambda", "in the nested function f"]),
         st.sampled_from(["", "vllm.m.A.f", "vllm.m.f"]),
+        st.sampled_from(["", "decorated", "a C function"]),
+        st.lists(st.sampled_from(["name", "of", "item", "other", "constant", "starred", "keyword"])).map(args_of),
     )
 )
 def test_an_op_is_one_line_and_back(op: Op) -> None:
     assert parse_op(op_text(op)) == op
 
 
-@pytest.mark.parametrize("text", ["", "3 x", "x_0 call: f", "3 x_0 other: f", "3 x_0 call f"])
+@pytest.mark.parametrize("text", ["", "3 x", "x_0 call: f", "3 x_0 other: f", "3 x_0 call f", "3 x_0 call(x y): f"])
 def test_what_is_no_op_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not an op"):
+    with pytest.raises(ValueError, match="not an "):
         parse_op(text)
 
 

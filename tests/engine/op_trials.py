@@ -57,6 +57,15 @@ TRIALS: dict[str, dict[str, Trial]] = {
             {"zero": {"at": f"{ATTENTION}.source.q_0", **ZERO}},  # the alias q[1]
             (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
         ),
+        "scale_act": Trial(  # in a function of another file
+            {
+                "scale": {
+                    "at": "model.layers.1.mlp.source.maybe_fused_act_quant_0.source.act_fn_0",
+                    "scale": {"by": -0.5},
+                }
+            },
+            (ByHand("model.layers.1.mlp.down_proj", "output", scaled(-0.5)),),
+        ),
     },
     "qwen3": {
         "zero_q": Trial(
@@ -76,6 +85,20 @@ TRIALS: dict[str, dict[str, Trial]] = {
         "scale_k": Trial(
             {"scale": {"at": f"{ATTENTION}.source.k_flatten_0", "scale": {"by": -1.5}}},
             (ByHand(f"{ATTENTION}.k_norm", "output", scaled(-1.5)),),
+        ),
+    },
+    "cohere": {
+        "zero_head": Trial(  # in the function that the forward calls
+            {"zero": {"at": f"{ATTENTION}.source.self__apply_qk_norm_0.source.k_view_0", "zero": {"heads": [1]}}},
+            (ByHand(f"{ATTENTION}.k_proj", "output", scaled(0.0, slice(32, 64))),),
+        ),
+        "zero_q": Trial(  # what is normed to nothing was nothing
+            {"zero": {"at": f"{ATTENTION}.source.self__apply_qk_norm_0.source.q_2", **ZERO}},
+            (ByHand(f"{ATTENTION}.q_proj", "output", scaled(0.0)),),
+        ),
+        "scale_attended": Trial(  # what the sum takes in, no other
+            {"scale": {"at": "model.layers.1.source.binop_add_0.input[0]", "scale": {"by": -0.5}}},
+            (ByHand("model.layers.1.self_attn", "output", scaled(-0.5)),),
         ),
     },
     "gpt2": {
@@ -148,3 +171,6 @@ TRIALS: dict[str, dict[str, Trial]] = {
         ),
     },
 }
+TOKENS = {"rows": "all", "except": {"positions": [0]}}
+"""The rows of every edit; by hand :data:`EDITED`."""
+EDITED = slice(1, None)

@@ -198,6 +198,7 @@ class Llama(Plain):
         say = self.say(path)
         x = say("self_gate_up_proj_0", self.linear(x, f"{path}.gate_proj", f"{path}.up_proj"), "x_0", "_")
         x = say("maybe_fused_act_quant_0", self.gated(x), "x_1")
+        self.say(f"{path}.source.maybe_fused_act_quant_0")("act_fn_0", x)
         x = say("self_down_proj_0", self.linear(x, f"{path}.down_proj"), "x_2", "_")
         return x
 

@@ -20,7 +20,8 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.op_trials import PUSH, TRIALS, ByHand, Trial
+from tests.engine.op_trials import EDITED, PUSH, TOKENS, TRIALS, ByHand, Trial
+from tests.engine.plain_cohere import Cohere
 from tests.engine.plain_forwards import Gemma3, Gpt2, Llama, Plain, Qwen3, Qwen3Moe
 from tests.engine.plain_hybrids import GraniteHybrid, Lfm2
 from tests.engine.runs import Case, Floats, Run, largest, run_spec
@@ -43,6 +44,7 @@ FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
     "gpt2": (Gpt2, {"n_layer": 2}, ("eager", "taps")),
     "qwen3_moe": (Qwen3Moe, {}, ("eager", "taps")),
     "granitemoehybrid": (GraniteHybrid, {}, ("eager", "taps")),
+    "cohere": (Cohere, {}, ("eager", "taps")),
     # Without compilation vLLM's CPU kernel rotates queries of [T, heads, dims] by positions that are not theirs.
     "lfm2": (Lfm2, {}, ("taps",)),
 }
@@ -55,7 +57,6 @@ A start that compiles takes longest. Gemma's instrumented ops are views of the s
 SHORT = [40, 75, 222, 17, 98, 113, 201]
 LONG = [7 + (i * 37) % 250 for i in range(24)]
 """Longer than Gemma's sliding window of 16."""
-
 FORWARDS = re.compile(
     r"model|transformer|(model\.layers|transformer\.h)\.\d+"
     r"(\.(self_attn|attn|mlp|feed_forward|block_sparse_moe|shared_mlp|short_conv|mamba))?"
@@ -63,15 +64,15 @@ FORWARDS = re.compile(
 """The modules whose ops are read: the model that vLLM compiles, its decoder layers, and the attention, MLP, block of
 experts or mixer in them."""
 
-NAMED = ("llama", "gpt2")
-"""Each value in these forwards has an alias or is a module's: none of them is instrumented."""
+NAMED = ("gpt2",)
+"""Each value in this forward has an alias or is a module's: none of them is instrumented."""
+
+DEEP = {"llama": ("inside",), "cohere": ("inside", "input")}
+"""Here the ops of the functions that these forwards call too, and what ops take in."""
 
 UNFILLED = ("torch.empty", "torch.empty_like")
 """They make a tensor for a kernel to fill: what stands in it before is nobody's value."""
 
-TOKENS = {"rows": "all", "except": {"positions": [0]}}
-"""The rows of every edit; by hand :data:`EDITED`."""
-EDITED = slice(1, None)
 
 LAST_NORM = {"gpt2": "transformer.ln_f", "lfm2": "model.embedding_norm"}
 
@@ -84,17 +85,22 @@ def last_norm(family: str) -> str:
     return LAST_NORM.get(family, "model.norm")
 
 
-def located(tree: ModelTree) -> dict[str, str]:
-    """Every spelling of an op in :data:`FORWARDS` that a spec can use → its site's name."""
+def located(tree: ModelTree, deep: Sequence[str]) -> dict[str, str]:
+    """Every spelling of an op in :data:`FORWARDS` that a spec can use → its site's name; ``deep``: see :data:`DEEP`."""
     found: dict[str, str] = {}
     for path, module in tree.modules.items():
         if module.forward is None or not FORWARDS.fullmatch(path):
             continue
         ops = tree.forwards[module.forward].ops
         unfilled = {op.name for op in ops if op.text in UNFILLED}
-        for op in (op for op in ops if not {op.name, op.of} & unfilled):
-            for element in ("", *(f".output[{i}]" for i in range(8))):
-                text = f"{path}.source.{op.name}{element}"
+        named = [("", op) for op in ops if not {op.name, op.of} & unfilled]
+        if "inside" in deep:
+            called = [(f"{op.name}.source.", tree.forwards[op.inside]) for op in ops if op.inside in tree.forwards]
+            named += [(prefix, op) for prefix, forward in called for op in forward.ops]
+        for prefix, op in named:
+            args = [f".{arg.place}" for arg in op.args if arg.key != ""] if "input" in deep else []
+            for element in ("", *(f".output[{i}]" for i in range(8)), *args):
+                text = f"{path}.source.{prefix}{op.name}{element}"
                 sites, _ = locate(tree, text, Span("spec.yaml"))
                 if sites:
                     (found[text],) = {site.name for site in sites}
@@ -215,7 +221,7 @@ def served(
 ) -> Served:
     family, mode = request.param
     reference, folder = references(family), tmp_path_factory.mktemp(f"{family}-{mode}")
-    named = located(reference.tree)
+    named = located(reference.tree, DEEP.get(family, ()))
     run = run_spec(spec_of(family, mode, named, folder), folder)
     assert {site["mode"] for site in run.lock["sites"].values()} == {"recorded" if mode == "taps" else mode}
     return Served(family, run, reference, named, TRIALS[family])

@@ -19,7 +19,7 @@ IDS = [7 + (i * 37) % 250 for i in range(ROWS)]
 
 
 def tensors(value: Any, where: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    if hasattr(value, "untyped_storage"):
+    if hasattr(value, "untyped_storage") and not isinstance(value, type):
         yield where, value
     elif isinstance(value, (tuple, list)):
         for i, item in enumerate(value):

@@ -7,8 +7,10 @@ import sys
 from typing import Any
 
 from vtaps.cli.common import add_format, report
+from vtaps.codegen.instrument import copy_name
 from vtaps.spec.diagnostics import Diagnostic, has_errors
 from vtaps.spec.plan import Plan
+from vtaps.spec.source import without
 
 
 def add(verbs: Any) -> None:
@@ -63,12 +65,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_forwards(plan: Plan) -> None:
-    """Each forward with a location inside, as a diff of vLLM's own file."""
+    """Each function with a location inside, as a diff of vLLM's own file; one that a forward calls is shown for each
+    call that has a copy of its own."""
     from vtaps.runtime.forward_text import tapped_diff
 
     if not plan.forwards:
         print("no location is inside a forward: each is an input or an output of a module")
-    for where, forward in plan.forwards.items():
-        ops = {p.site.op for p in plan.locations if p.site.forward == where and p.site.op is not None}
-        diff = tapped_diff(forward, ops)
+    shown: dict[tuple[str, str], set[str]] = {}
+    calls: dict[str, set[str]] = {}
+    for site in (p.site for p in plan.locations):
+        if site.op is None or site.forward is None:
+            continue
+        call, value = without(site.value_name)
+        shown.setdefault((site.forward, ""), set())
+        shown.setdefault((site.inside or site.forward, call), set()).add(value)
+        if call:
+            calls.setdefault(site.forward, set()).add(call)
+    for (where, call), values in sorted(shown.items(), key=lambda item: (item[0][1], item[0][0])):
+        diff = tapped_diff(plan.forwards[where], values, () if call else sorted(calls.get(where, ())))
+        if call:
+            print(f"what {call} calls, {copy_name(call)}:")
         print("\n".join(diff) if diff is not None else f"{where}: its text is not installed here, or is another's")
