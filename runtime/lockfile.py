@@ -54,7 +54,8 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
     mode = (lock.get("engine") or {}).get("mode", "eager")
     if mode not in MODES:
         raise LockError("engine", f"mode {mode!r} is not one of {', '.join(MODES)}")
-    python = {s for e in (lock.get("edits") or {}).values() if e.get("verb") == "python" for s in e.get("sites") or ()}
+    acting = [*(lock.get("edits") or {}).values(), *(lock.get("reads") or {}).values()]
+    python = {s for one in acting if "python" in (one.get("verb"), one.get("kind")) for s in one.get("sites") or ()}
     sites = _each(lock, "sites", lambda name, data: _site(name, data, mode, name in python))
     overrides = _each(lock, "overrides", lambda n, d: OverrideEntry(tuple(int(i) for i in d["ids"])))
     vectors: dict[str, Mapping[str, Any]] = dict(lock.get("vectors") or {})

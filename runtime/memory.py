@@ -37,6 +37,9 @@ def slots(program: Program, limits: Limits, dtype: str) -> dict[str, int]:
     if program.mode == "eager":
         # No graph holds these: they grow to what a step needs.
         return {key: min(count, EAGER_SLOTS) for key, count in allotted(needs, None).items()}
+    # What a function gives is as large as its first call says: those slots are made then.
+    later = {key: HELD_STEPS * rows for key, (rows, _) in needs.items() if _later(program, key)}
+    needs = {key: need for key, need in needs.items() if key not in later}
     held = sum(HELD_STEPS * rows * size for rows, size in needs.values())
     allowed = program.tap_memory
     if allowed is not None and held > allowed:
@@ -44,7 +47,11 @@ def slots(program: Program, limits: Limits, dtype: str) -> dict[str, int]:
             f"the slots of {len(needs)} reads take {held} bytes for {limits.requests} requests and "
             f"{limits.step_rows} tokens a step, and {allowed} are allowed; lower max_num_seqs or max_num_batched_tokens"
         )
-    return allotted(needs, allowed)
+    return allotted(needs, allowed) | later
+
+
+def _later(program: Program, key: str) -> bool:
+    return program.reads[key.rpartition("/")[0]].kind == "python"
 
 
 def _needs(program: Program, limits: Limits, dtype: str) -> dict[str, tuple[int, int]]:
@@ -66,7 +73,7 @@ def _needs(program: Program, limits: Limits, dtype: str) -> dict[str, tuple[int,
 def predicted(program: Program, limits: Limits, dtype: str) -> int:
     """Bytes of slots, row tables and vectors; ``dtype``: the model's.  Raises TapMemoryError."""
     needs = _needs(program, limits, dtype)
-    total = sum(count * needs[key][1] for key, count in slots(program, limits, dtype).items())
+    total = sum(n * needs[key][1] for key, n in slots(program, limits, dtype).items() if not _later(program, key))
     for sampled, rows in ((False, limits.rows), (True, limits.requests)):
         places = [e.sites for e in program.edits.values()] + [r.sites for r in program.reads.values()]
         uses = sum(any(program.sites[s].sampled == sampled for s in sites) for sites in places)

@@ -77,8 +77,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
-    functions = {name: ":".join(p.edit.python) for name, p in edits.items() if p.edit.python is not None}
-    found += _need_eager(spec, doc)
+    functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
+    functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
     mode, reason, locations = choose(spec.engine, context.compiled, locations, functions, _eager(spec))
     check_ranges(spec, doc, found)
@@ -168,27 +168,9 @@ def _not_taps(sites: tuple[Site, ...], context: Context, span: Span) -> list[Dia
     ]
 
 
-def _need_eager(spec: Spec, doc: Document) -> list[Diagnostic]:
-    """VT209 for a read in Python where the taps engine is asked for by name."""
-    if spec.engine.mode != "taps":
-        return []
-    return [
-        Diagnostic(
-            "VT209", f"{':'.join(read.python)} is a read in Python, {NOT_TAPS}", doc.at(*read.where, "python"),
-            note=EAGER_DOES,
-        )
-        for read in spec.reads.values()
-        if read.python is not None
-    ]  # fmt: skip
-
-
 def _eager(spec: Spec) -> dict[NodePath, str]:
     """What needs the eager engine: where it is defined → what it is."""
-    found = {one.where: "is at `**`, every module output" for one in spec.acting() if EVERYWHERE in spec.texts(one.at)}
-    for read in spec.reads.values():
-        if read.python is not None:
-            found.setdefault(read.where, f"is a read in Python, {':'.join(read.python)}")
-    return found
+    return {one.where: "is at `**`, every module output" for one in spec.acting() if EVERYWHERE in spec.texts(one.at)}
 
 
 def _against_taps(spec: Spec, doc: Document) -> list[Diagnostic]:

@@ -4,7 +4,7 @@ engine."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -100,10 +100,10 @@ def choose(
     engine: EngineRef,
     compiled: Compiled,
     locations: Iterable[LocationPlan],
-    functions: Mapping[str, str],
+    functions: Collection[tuple[str, str]],
     eager: Mapping[NodePath, str],
 ) -> tuple[EngineMode, str, tuple[LocationPlan, ...]]:
-    """(engine mode, why, the locations with how each is served); ``functions``: edit → the Python that it runs;
+    """(engine mode, why, the locations with how each is served); ``functions``: the (kind, name) of what runs Python;
     ``eager``: what only the eager engine serves, ``("reads", "probe")`` → what that is."""
     places = tuple(locations)
     mode, reason = _mode(engine, compiled, places, functions, eager)
@@ -112,9 +112,9 @@ def choose(
     return mode, reason, tuple(replace(p, mode=_served(p, compiled, functions)) for p in places)
 
 
-def _served(place: LocationPlan, compiled: Compiled, functions: Mapping[str, str]) -> SiteMode:
+def _served(place: LocationPlan, compiled: Compiled, functions: Collection[tuple[str, str]]) -> SiteMode:
     tap = compiled.tap(place.site)
-    python = any(s.kind == "edit" and s.name in functions for s in place.statements)
+    python = any((s.kind, s.name) in functions for s in place.statements)
     return "break" if tap == "recorded" and python else tap or "eager"
 
 
@@ -122,7 +122,7 @@ def _mode(
     engine: EngineRef,
     compiled: Compiled,
     places: tuple[LocationPlan, ...],
-    functions: Mapping[str, str],
+    functions: Collection[tuple[str, str]],
     eager: Mapping[NodePath, str],
 ) -> tuple[EngineMode, str]:
     if engine.mode != "auto":

@@ -78,10 +78,10 @@ def _breaks(plan: Plan) -> list[str]:
     broken = [p for p in plan.locations if p.mode == "break"]
     if not broken:
         return []
-    python = dict.fromkeys(
-        s.name for p in broken for s in p.statements if s.kind == "edit" and plan.edits[s.name].edit.python is not None
-    )
-    named = ", ".join(f"edits.{name}" for name in python)
+    acting = [s for p in broken for s in p.statements]
+    edits = [s.name for s in acting if s.kind == "edit" and plan.edits[s.name].edit.python is not None]
+    reads = [s.name for s in acting if s.kind == "read" and plan.reads[s.name].read.python is not None]
+    named = ", ".join(dict.fromkeys([*(f"edits.{n}" for n in edits), *(f"reads.{n}" for n in reads)]))
     return [
         f"  breaks    {_count(len(broken), 'location')} of them for Python ({named}): CUDA graphs are cut there, about "
         f"{BREAK_PRICE} of a decode step each on an H200,",

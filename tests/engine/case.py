@@ -70,7 +70,10 @@ ON_GPU: dict[str, Any] = (
     {"gpu_memory_utilization": 0.05, "max_cudagraph_capture_size": 16} if torch.cuda.is_available() else {}
 )
 
-CALLS = {"rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens", "set": "set_"}
+CALLS = {
+    "rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens",
+    "python": "python_read",
+}  # fmt: skip
 
 
 def write_case(
@@ -113,7 +116,8 @@ def write_case(
                 columns = "" if data.get("columns") is None else f", columns={data['columns']!r}"
                 columns += ", keep_norm=True" if data.get("keep_norm") else ""
                 lines.append(f"    # edits.{edit}: by hand")
-                lines.append(f'    vt.{CALLS.get(data["verb"], data["verb"])}(t, "{edit}", {values}{columns})')
+                verb = {"set": "set_"}.get(data["verb"], data["verb"])
+                lines.append(f'    vt.{verb}(t, "{edit}", {values}{columns})')
         for read in late:
             lines.append(f'    vt.{CALLS[reads[read]["kind"]]}(t, "{read}", {values})')
         if broken == name:

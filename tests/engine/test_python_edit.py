@@ -43,6 +43,12 @@ def fade(rows, at):
     assert len(at.requests) == len(at.positions) == len(rows) and at.layer == 1
     rows.mul_((1 / (1 + torch.from_numpy(at.positions))).to(rows)[:, None])
 
+def felt(rows, at):
+    # What is written into the rows changes nothing.
+    first = torch.stack([rows[:, 0], rows.norm(dim=-1)], dim=-1)
+    rows.fill_(float("nan"))
+    return first.double()
+
 def broken(rows):
     raise KeyError("nothing")
 """
@@ -68,13 +74,17 @@ def case(folder: Path, model: Path, mode: str) -> tuple[dict[str, Any], Path]:
         reads={
             "before": {"kind": "rows", "sites": [MID], "tokens": {"rows": "all"}, "sees": "before_edits"},
             "stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}},
+            "felt": {
+                "kind": "python", "sites": [HEADS, *STREAMS], "tokens": {"rows": "all"}, "sees": "before_edits",
+                "python": {"file": "edits.py", "function": "felt", "digest": None},
+            },
         },
         vectors={"r": {"random": {"seed": 1, "norm": 6.0}}},
         arms={
             "base": arm(reads=["stream"]),
-            "norm": arm(use("norm", MID), reads=["stream", "before"]),
+            "norm": arm(use("norm", MID), reads=["stream", "before", "felt"]),
             "both": arm(use("push", MID, coefficient=1.5, vector="r"), use("norm", MID), use("fade", HEADS),
-                        reads=["stream", "before"]),
+                        reads=["stream", "before", "felt"]),
             "broken": arm(use("broken", MID), reads=["stream"]),
         },
         # Prompts come in pieces, beside rows of others.
@@ -133,15 +143,22 @@ def test_what_the_function_makes_of_the_rows_goes_on(served: Engine, model: Path
             rows = record.reads["before", MID].values["rows"]
             np.testing.assert_allclose(rows, seen["before"], atol=TOLERANCE, rtol=TOLERANCE, err_msg=key)
             assert record.fired["norm"] == ((first, len(ids)),)
+            for site in STREAMS:
+                x = (seen["before"] if site == MID else streams[site]).astype(np.float64)
+                felt = record.reads["felt", site].values["python"]
+                assert felt.dtype == np.float64
+                wanted = np.stack([x[:, 0], np.linalg.norm(x, axis=-1)], axis=-1)
+                np.testing.assert_allclose(felt, wanted, atol=TOLERANCE, rtol=TOLERANCE, err_msg=f"{key} {site}")
+            assert record.reads["felt", HEADS].values["python"].shape == (len(ids), 2)
 
 
 def test_breaks_are_where_functions_run(served: Engine) -> None:
     broken = served.workers[0]["breaks"]
-    assert broken == ([HEADS, MID] if served.program.mode == "taps" else [])[::-1]
+    assert broken == (sorted([HEADS, *STREAMS]) if served.program.mode == "taps" else [])
 
 
 def test_what_the_function_raises_ends_the_run_by_name(served: Engine) -> None:
     with pytest.raises(EngineError) as caught:
         list(served.run([request("a", "broken", [5, 6, 7])], lambda _: GREEDY))
     assert caught.value.code == "VT603"
-    assert "resid_post[1]: edits.broken: edits.py:12, in edits.py:broken: KeyError: 'nothing'" in caught.value.message
+    assert "resid_post[1]: edits.broken: edits.py:18, in edits.py:broken: KeyError: 'nothing'" in caught.value.message

@@ -174,16 +174,12 @@ def test_only_an_arm_that_takes_it_needs_the_eager_engine(checked) -> None:  # t
     assert edited.reason.startswith("auto: edits.flip is at `**`")
 
 
-def test_a_python_read_needs_the_eager_engine(checked) -> None:  # type: ignore[no-untyped-def]
+def test_a_python_read_is_a_break(checked) -> None:  # type: ignore[no-untyped-def]
     read = 'every: {at: "resid_post[1]", tokens: all, python: "probes.py:first"}'
     result = checked(read)
-    assert result.plan.mode == "eager"
-    assert result.plan.reason == (
-        "auto: reads.every is a read in Python, probes.py:first, which only the eager engine serves"
-    )
-    assert [d.code for d in checked(read, engine="{mode: taps}").diagnostics if d.severity == "error"] == [
-        "VT209", "VT209"
-    ]  # fmt: skip
+    assert result.plan.mode == "taps" and [p.mode for p in result.plan.locations] == ["break"]
+    assert "1 at a break for Python" in result.plan.reason
+    assert "reads.every" in describe(result.plan)
     locked = compile_plan(result.plan)[0].lock
     assert locked["reads"]["every"]["python"]["digest"] == locked["outside"]["probes.py"]
 
