@@ -316,8 +316,7 @@ class Boards:
             if mine.locations != its.locations or mine.host.shape != its.host.shape:
                 raise LockError("block.structure", "its operations are numbered otherwise; start another engine")
         for mine, its in zip(self.axes, other.axes, strict=True):
-            mine.board.descriptors.copy_(its.board.descriptors)
-            mine.board.tensors = its.board.tensors
+            mine.board.adopt(its.board)
             mine.columns, mine.rings = its.columns, its.rings
         self.program, self.notes, self._slots = other.program, other.notes, other._slots
 

@@ -233,6 +233,11 @@ class Board:
         width = memory.shape[2]
         self._write(row, [memory.data_ptr(), memory.shape[1] * width, site * width], [memory])
 
+    def adopt(self, other: Board) -> None:
+        """Point the descriptors where those of ``other``, of as many, point, and keep alive what they name."""
+        self.descriptors.copy_(other.descriptors)
+        self.tensors, self._named = other.tensors, other._named
+
     def _check(self, name: str, tensor: Tensor, axes: int) -> None:
         if tensor.dim() != axes:
             raise ValueError(f"{name} has shape {list(tensor.shape)}: {axes} axes were expected")
@@ -244,9 +249,8 @@ class Board:
             raise ValueError(f"{name} does not start at a multiple of {ALIGNMENT} bytes")
 
     def _write(self, row: int, words: list[int], tensors: list[Tensor]) -> None:
-        words = words + [0] * (WORDS - len(words))
         # A descriptor that a running step still reads changes after it: the copy is on the step's stream.
-        self.descriptors[row].copy_(torch.tensor(words, dtype=torch.int64))
+        self.descriptors[row].copy_(torch.tensor(words + [0] * (WORDS - len(words)), dtype=torch.int64))
         before = self._named.get(row, ())
         self._named[row] = tuple(t.data_ptr() for t in tensors)
         self.tensors.update((t.data_ptr(), t) for t in tensors)

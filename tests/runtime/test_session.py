@@ -427,6 +427,21 @@ def test_without_a_graph_a_ring_grows_to_what_a_step_needs(tmp_path: Path) -> No
     np.testing.assert_array_equal(read.values["rows"], torch.cat([X[:2], more]).numpy())
 
 
+@pytest.mark.usefixtures("two_steps")
+def test_a_ring_grows_after_another_lock_as_before(tmp_path: Path) -> None:
+    s, model = small_ring(tmp_path, "eager", step_rows=3, requests=2)
+    s.table.forget({"k"})
+    s.table.finish("r")
+    s.load(s.manifest)
+    s.table.admit("r", {"key": "k", "arm": "a", "point": 0}, 3)
+    step(s, model, X[:2])
+    step(s, model, more := torch.arange(52.0).reshape(13, WIDTH), 2)
+    read = record(s, 13).reads["look", "s"]
+    np.testing.assert_array_equal(read.values["rows"], torch.cat([X[:2], more]).numpy())
+    board = s.boards.tokens.board
+    assert {t.data_ptr() for t in board.tensors.values()} == {int(board.descriptors[0, 0])}
+
+
 def test_slots_beyond_what_is_allowed_are_refused(tmp_path: Path) -> None:
     # 2 · 6 rows of 4 float32.
     for allowed in (192, 191):
