@@ -10,7 +10,7 @@ from vtaps.spec.document import Document, NodePath
 from vtaps.spec.plan import EditPlan, ReadPlan
 from vtaps.spec.spec import Spec, Vector
 from vtaps.spec.tree import Site
-from vtaps.spec.vectors import VectorError, directions, file_digest, read_vector, tensors_in
+from vtaps.spec.vectors import Floats, VectorError, directions, file_digest, read_vector, tensors_in
 
 CODES = {
     "missing": "VT306",
@@ -30,10 +30,8 @@ def definition(vector: Vector) -> dict[str, Any]:
     return {"file": vector.file, "tensor": vector.tensor, "row": vector.row}
 
 
-def _uses(
-    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan]
-) -> Iterator[tuple[str, Site, NodePath]]:
-    """(vector, site, where the use stands); sweeps over vectors count as uses at every site of the edit."""
+def _swept(spec: Spec) -> dict[str, list[tuple[str, NodePath]]]:
+    """Edit → the vectors that sweeps give it, and where."""
     swept: dict[str, list[tuple[str, NodePath]]] = {}
     for arm in spec.arms.values():
         for factor in arm.sweep:
@@ -41,6 +39,14 @@ def _uses(
                 target, _, field = axis.path.partition(".")
                 if field.endswith(".vector") and axis.values is not None:
                     swept.setdefault(target, []).extend((str(v), (*axis.where, i)) for i, v in enumerate(axis.values))
+    return swept
+
+
+def _uses(
+    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan],
+    swept: Mapping[str, list[tuple[str, NodePath]]],
+) -> Iterator[tuple[str, Site, NodePath]]:  # fmt: skip
+    """(vector, site, where the use stands); sweeps over vectors count as uses at every site of the edit."""
     for name, plan in edits.items():
         own = [(plan.edit.vector, (*plan.edit.where, plan.edit.verb, "vector"))] if plan.edit.vector else []
         own += [(v, (*plan.edit.where, plan.edit.verb, "vectors", i)) for i, v in enumerate(plan.edit.vectors)]
@@ -81,7 +87,8 @@ def check_vectors(
                 digests[vector.file] = file_digest(doc.folder / vector.file)
             except VectorError as error:
                 tell(vector, error.kind, error.message, vector.where)
-    for name, site, where in _uses(spec, edits, reads):
+    swept = _swept(spec)
+    for name, site, where in _uses(spec, edits, reads, swept):
         if name not in spec.vectors:
             continue
         vector = spec.vectors[name]
@@ -102,30 +109,44 @@ def check_vectors(
             message = error.message + (f" ({site.name})" if error.kind in ("width", "tensor") else "")
             tell(vector, error.kind, message, where)
     for plan in edits.values():
-        _check_directions(plan, spec, doc, good, tell)
+        _check_directions(plan, swept.get(plan.edit.name, []), spec, doc, good, tell)
     return digests
 
 
 def _check_directions(
-    plan: EditPlan, spec: Spec, doc: Document, good: set[tuple[str, int | None, int]], tell: Callable[..., None]
-) -> None:
-    """Vectors of which the direction alone counts have one, at every site where they could be read."""
+    plan: EditPlan, swept: list[tuple[str, NodePath]], spec: Spec, doc: Document,
+    good: set[tuple[str, int | None, int]], tell: Callable[..., None],
+) -> None:  # fmt: skip
+    """Vectors of which the direction alone counts have one, at every site where they could be read; ``swept``: those
+    that sweeps put in place of the edit's own, and where."""
     edit = plan.edit
-    one = edit.vector is not None and edit.verb == "clamp"
-    names = (str(edit.vector),) if one else edit.vectors
-    if not names:
-        return
-    for site in plan.sites:
-        if site.width is None or any((name, site.layer, site.width) not in good for name in names):
-            continue
-        read = [read_vector(definition(spec.vectors[n]), doc.folder, site.layer, site.width) for n in names]
-        for count in range(1, len(names) + 1):  # the first that is at fault
-            where = (*edit.where, edit.verb, *(("vector",) if one else ("vectors", count - 1)))
-            try:
-                directions(read[:count], names[:count], plan.columns)
-            except VectorError as error:
-                tell(spec.vectors[names[count - 1]], error.kind, f"{error.message} ({site.name})", where)
-                return
+    at = (*edit.where, edit.verb)
+    together: list[list[tuple[str, NodePath]]] = []
+    if edit.verb == "clamp":
+        together = [[(str(edit.vector), (*at, "vector"))], *([one] for one in swept)]
+    elif edit.vectors:
+        together = [[(name, (*at, "vectors", i)) for i, name in enumerate(edit.vectors)]]
+    for named in together:
+        names = [name for name, _ in named]
+        for site in plan.sites:
+            if site.width is None or any((name, site.layer, site.width) not in good for name in names):
+                continue
+            read = [read_vector(definition(spec.vectors[n]), doc.folder, site.layer, site.width) for n in names]
+            fault = _without_direction(read, names, plan, site)
+            if fault is not None:
+                count, message = fault
+                tell(spec.vectors[names[count]], "direction", message, named[count][1])
+                break
+
+
+def _without_direction(read: list[Floats], names: list[str], plan: EditPlan, site: Site) -> tuple[int, str] | None:
+    """The first vector that is at fault, and why."""
+    for count in range(1, len(names) + 1):
+        try:
+            directions(read[:count], names[:count], plan.columns)
+        except VectorError as error:
+            return count - 1, f"{error.message} ({site.name})"
+    return None
 
 
 def _through_resid_pre(spec: Spec, section: str, name: str) -> bool:
