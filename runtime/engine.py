@@ -258,29 +258,28 @@ class Engine:
         exhausted = False
         try:
             while True:
-                added = 0
-                while not exhausted and len(live) < window and added < step_tokens:
-                    request = next(waiting, None)
-                    if request is None:
-                        exhausted = True
-                        break
-                    try:
-                        if request.key in live:
-                            raise RequestError("VT606", "its key is alive already", request.key)
-                        live[request.key] = (request, self._add(request, sampling_of(request)))
-                        added += len(request.prompt_token_ids)
-                    except RequestError as error:
-                        if refused is None:
-                            raise
-                        refused(error)
-                if not live:
-                    self._call("vtaps_verify")
-                    return
-                due, ended = ended, []
+                added, due = 0, ended
                 try:
+                    while not exhausted and len(live) < window and added < step_tokens:
+                        request = next(waiting, None)
+                        if request is None:
+                            exhausted = True
+                            break
+                        try:
+                            if request.key in live:
+                                raise RequestError("VT606", "its key is alive already", request.key)
+                            live[request.key] = (request, self._add(request, sampling_of(request)))
+                            added += len(request.prompt_token_ids)
+                        except RequestError as error:
+                            if refused is None:
+                                raise
+                            refused(error)
+                    if not live:
+                        self._call("vtaps_verify")
+                        return
                     ended = self._guard(self._frontend.step)
-                except EngineError:
-                    with suppress(EngineError):  # what ended before this step is whole
+                except Exception:
+                    with suppress(EngineError):  # what ended before is whole
                         yield from self._delivered(due, live)
                     raise
                 if not (ahead and self._frontend.busy()):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from vtaps.runtime.compat.frontend import Output
-from vtaps.runtime.engine import Engine, EngineError
+from vtaps.runtime.engine import Engine, EngineError, RequestError
 from vtaps.runtime.records import Record, Request
 
 
@@ -125,3 +125,25 @@ def test_whoever_stops_early_leaves_nothing_behind() -> None:
     assert next(taking) == "k0"
     taking.close()
     assert frontend.log[-2:] == ["abort k1 k2 k3 k4 k5", "vtaps_forget k1 k2 k3 k4 k5"]
+
+
+def test_what_ended_before_a_request_is_refused_is_given() -> None:
+    frontend, taken = Frontend(), list[str]()
+    requests = [Request(key, "a", 0, "", "", (1, 2, 3)) for key in ("k0", "k1", "k2", "k3", "k3")]
+    with pytest.raises(RequestError, match="its key is alive already"):
+        taken.extend(done.request.key for done in engine(frontend).run(requests, lambda _: {}))
+    assert taken == ["k0", "k1"]
+    assert frontend.log[-2:] == ["abort k2 k3", "vtaps_forget k2 k3"]
+
+
+def test_what_ended_before_the_requests_fail_is_given() -> None:
+    frontend, taken = Frontend(), list[str]()
+
+    def requests() -> Iterator[Request]:
+        for number in range(4):
+            yield Request(f"k{number}", "a", 0, "", "", (1, 2, 3))
+        raise OSError("no more prompts")
+
+    with pytest.raises(OSError, match="no more prompts"):
+        taken.extend(done.request.key for done in engine(frontend).run(requests(), lambda _: {}))
+    assert taken == ["k0", "k1"]
