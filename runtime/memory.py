@@ -79,7 +79,8 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
         uses = sum(any(program.sites[s].sampled == sampled for s in sites) for sites in places)
         total += 4 * rows * (1 + uses) if uses else 0
     for name, edit in program.edits.items():
-        if edit.verb in USES_VECTOR:
+        if edit.verb in USES_VECTOR or edit.vectors:
             used = program.used_at.get(name, {})
-            total += sum(4 * len(vectors) * program.sites[site].width for site, vectors in used.items())
+            count = {site: len(edit.vectors or vectors) for site, vectors in used.items()}
+            total += sum(4 * n * program.sites[site].width for site, n in count.items())
     return total

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.memory import Limits, predicted
 from vtaps.runtime.program import LockError
 from vtaps.spec.vectors import file_digest
 
@@ -103,6 +104,21 @@ def test_what_a_step_asks_of_a_read_s_slots(tmp_path: Path) -> None:
     assert (look.step_rows, look.requests) == (3, 7)
     look = parse_program(LOCK, tmp_path).reads["look"]
     assert look.step_rows is None and look.requests is None
+
+
+def test_the_directions_of_an_edit_take_memory(tmp_path: Path) -> None:
+    limits = Limits(rows=8, requests=2, step_rows=8)
+    edit = {"verb": "project_out", "sites": ["a", "b"], "tokens": {"rows": "all"}}
+    used = [{"edits": [{"edit": "push", "sites": ["a", "b"], "coefficient": 1.0, "vector": None}]}]
+    one, three = (
+        predicted(
+            parse_program(changed(edits__push=edit | {"vectors": names}, arms__x__points=used), tmp_path),
+            limits,
+            "float32",
+        )
+        for names in (["v"], ["v", "w", "v"])
+    )
+    assert three - one == 2 * 4 * (4 + 4)
 
 
 def test_a_request_compiled(tmp_path: Path) -> None:
