@@ -8,7 +8,7 @@ from typing import Literal
 from vtaps.spec import aliases
 from vtaps.spec.diagnostics import nearest
 from vtaps.spec.op_grammar import OpPlace
-from vtaps.spec.op_scope import Scope, base, bound_before, is_name, quiet
+from vtaps.spec.op_scope import Scope, base, bound_before, bound_elsewhere, is_name, quiet
 from vtaps.spec.places import (
     Refused,
     columns_of,
@@ -165,9 +165,10 @@ def _arguments(scope: Scope, op: Op) -> tuple[str, ...]:
 
 def _same(scope: Scope, op: Op, name: str) -> Site | None:
     """The site of the tensor that ``name`` stands for where ``op`` takes it in; None where a call since it got that
-    name may have changed the tensor in place, or it has no site of its own."""
+    name may have changed the tensor in place, a branch may have given the name to another, or it has no site of its
+    own."""
     bound, since = bound_before(scope, op, name)
-    if not quiet(since):
+    if not quiet(since) or bound_elsewhere(scope, op, name, bound):
         return None
     if bound is not None and not bound.repeats:
         source, element = _source_of(scope, bound, None)
@@ -266,13 +267,15 @@ def _source_of(scope: Scope, op: Op, element: int | None) -> tuple[Op, int | Non
 
 def _named_again(scope: Scope, op: Op, element: int | None) -> Site:
     """The site of the tensor that ``op`` gives a second name: what was bound to its first name before, or the
-    parameter of that name.  Refused (VT216) where a call in between may have changed it in place."""
+    parameter of that name.  Refused (VT216) where a call in between may have changed it in place, or a branch may have
+    bound that name to another."""
     module = scope.module
     bound, since = bound_before(scope, op, op.text)
     there = bound is not None or (scope.call is None and op.text in dict(module.inputs))
-    if quiet(since) and bound is not None and bound.line != op.line:
+    same = quiet(since) and not bound_elsewhere(scope, op, op.text, bound)
+    if same and bound is not None and bound.line != op.line:
         return _value(scope, bound, element)
-    if quiet(since) and bound is None and there and element is None:
+    if same and bound is None and there and element is None:
         return resolve_place(scope.tree, module.path, "input", op.text)
     first = scope.where(bound.name) if bound is not None else f"{module.path}.input.{op.text}"
     raise Refused(

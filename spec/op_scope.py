@@ -120,6 +120,15 @@ def bound_before(scope: Scope, op: Op, name: str) -> tuple[Op | None, list[Op]]:
     return (bound[-1], before[before.index(bound[-1]) + 1 :]) if bound else (None, before)
 
 
+def bound_elsewhere(scope: Scope, op: Op, name: str, bound: Op | None) -> bool:
+    """Whether ``name`` is bound anew between ``bound`` and ``op`` where no value is known: to what has no op, or on a
+    branch that the abstract pass did not take, which a worker may take."""
+    ops = scope.forward.ops
+    between = ops[0 if bound is None else ops.index(bound) + 1 : ops.index(op)]
+    names = ("bind", "element", "augmented")
+    return any(o.kind in names and base(o.name) == name and o.name not in scope.values for o in between)
+
+
 def quiet(ops: Iterable[Op]) -> bool:
     """Whether no op of these can have changed a tensor in place."""
     return all(op.kind in ("bind", "element", "binary") or op.fixed == "in an f-string" for op in ops)

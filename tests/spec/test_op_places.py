@@ -143,6 +143,33 @@ def test_an_argument_is_the_value_where_that_is_the_same_tensor(
         assert (found[0].op, found[0].side, found[0].element) == ("h_0", "input", 0)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # if not here: a = …
+        ((), (Op("a_0", 3, "bind", "g(a)"),), None),
+        ((F, Op("a_0", 2, "bind", "f(x)", "f_0")), (Op("a_1", 3, "bind", "g(a)"),), None),
+        ((), (Op("a_0", 3, "element", "pair", item=0),), None),
+        # for t in …: …; a = t
+        ((), (Op("a_0", 3, "bind", "t", fixed="a name of what `t` is then"),), None),
+        # Another name is none of it.
+        ((), (Op("b_0", 3, "bind", "g(a)"),), "input.a"),
+    ],
+)
+def test_a_name_that_is_bound_anew_out_of_sight_is_no_known_value(
+    before: tuple[Op, ...], after: tuple[Op, ...], expected: str | None
+) -> None:
+    """A branch that is not taken on this machine may be taken by a worker, and a name may be bound to what has no op:
+    the tap is then at the call."""
+    given = computing(*before, *after, taking(Arg(0, name="a")), inputs=("a",), args=("h_0.input[0]",))
+    module = given.modules["model.layers.1.mlp"]
+    skipped = {op.name for op in after}
+    here = replace(module, ops=tuple((name, value) for name, value in module.ops if name not in skipped))
+    given = replace(given, modules=given.modules | {"model.layers.1.mlp": here})
+    found, problems = locate(given, "model.layers.1.mlp.source.h_0.input[0]", SPAN)
+    assert not problems and [s.name for s in found] == [f"model.layers.1.mlp.{expected or 'source.h_0.input[0]'}"]
+
+
 def test_a_subscripted_value_is_an_element_of_a_tuple_and_no_row_of_a_tensor() -> None:
     op = Op("x_0", 2, "bind", "f(a)[1]", "f_0", 1)
     (row,), _ = locate(computing(F, op), "model.layers.1.mlp.source.x_0", SPAN)
