@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import libcst as cst
@@ -288,8 +288,12 @@ class _Walker:
                 return
             if isinstance(value, (cst.Tuple, cst.List)):
                 if len(value.elements) == len(items):
+                    begin = len(self.found)
                     for item, element in zip(items, value.elements, strict=True):
                         self._bind(item, element.value, "")
+                    # They are bound together, however many lines they are written over.
+                    for one in self.found[begin:]:
+                        one.op = replace(one.op, line=self.found[begin].op.line)
                 return
             for place, item in enumerate(items):
                 if isinstance(item, cst.Name) and item.value != "_":

@@ -8,6 +8,7 @@ import pytest
 
 from tests.spec.test_locations import SPAN, refused, sites
 from tests.spec.trees import tree
+from vtaps.codegen.source_ops import ops_of
 from vtaps.spec.locations import locate
 from vtaps.spec.source import Arg, Forward, Op
 from vtaps.spec.tree import ModelTree, Value
@@ -168,6 +169,14 @@ def test_a_name_that_is_bound_anew_out_of_sight_is_no_known_value(
     given = replace(given, modules=given.modules | {"model.layers.1.mlp": here})
     found, problems = locate(given, "model.layers.1.mlp.source.h_0.input[0]", SPAN)
     assert not problems and [s.name for s in found] == [f"model.layers.1.mlp.{expected or 'source.h_0.input[0]'}"]
+
+
+@pytest.mark.parametrize("swap", ["x, y = y, x", "x, y = (\n        y,\n        x,\n    )"])
+def test_names_that_are_exchanged_are_not_followed(swap: str) -> None:
+    ops = ops_of(f"def forward(self, x, y):\n    {swap}\n    return h(y)\n")
+    given = computing(*ops, inputs=("x", "y"), args=("h_0.input[0]",))
+    (site,), problems = locate(given, "model.layers.1.mlp.source.h_0.input[0]", SPAN)
+    assert not problems and site.name == "model.layers.1.mlp.source.h_0.input[0]"
 
 
 def test_a_subscripted_value_is_an_element_of_a_tuple_and_no_row_of_a_tensor() -> None:
