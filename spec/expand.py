@@ -136,6 +136,8 @@ def _vector(vector: Vector) -> dict[str, Any]:
         out["tensor"] = vector.tensor
     if vector.row is not None:
         out["row"] = vector.row
+    if vector.norm is not None:
+        out["norm"] = vector.norm
     return out
 
 

@@ -106,7 +106,8 @@ def _vector(name: str, data: Mapping[str, Any], where: NodePath) -> Vector:
     if "random" in data:
         draw = data["random"] or {}
         return Vector(name, where, seed=int(draw.get("seed", 0)), norm=float(draw.get("norm", 1.0)))
-    return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"))
+    norm = None if "norm" not in data else float(data["norm"])
+    return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"), norm=norm)
 
 
 def _at(value: str | list[str], where: NodePath) -> At:

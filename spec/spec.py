@@ -42,7 +42,7 @@ class EngineRef:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector by file (safetensors or npy) or by a seeded draw; see ``vtaps.spec.vectors``."""
+    """A vector by file or by a seeded draw; ``norm``: what it is scaled to.  See ``vtaps.spec.vectors``."""
 
     name: str
     where: NodePath

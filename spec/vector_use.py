@@ -27,7 +27,8 @@ def definition(vector: Vector) -> dict[str, Any]:
     """The vector as the lock writes it and ``read_vector`` takes it."""
     if vector.random:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
-    return {"file": vector.file, "tensor": vector.tensor, "row": vector.row}
+    scaled = {} if vector.norm is None else {"norm": vector.norm}
+    return {"file": vector.file, "tensor": vector.tensor, "row": vector.row, **scaled}
 
 
 def _uses(
