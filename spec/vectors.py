@@ -62,6 +62,55 @@ def draw(seed: int, norm: float, layer: int | None, width: int) -> Floats:
     return vector
 
 
+def read_affine(
+    definitions: Sequence[Mapping[str, Any]], names: Sequence[str], folder: Path, layer: int | None, width: int
+) -> tuple[Floats, Floats, Floats]:
+    """What ``affine`` reads and writes at a site of ``layer``: (down ``[rank, width]``, up ``[rank, width]``, bias
+    ``[rank]``), float32 and finite.  In the files down and up have two axes, in either order; without a third
+    definition the bias is zero.
+
+    Raises VectorError.
+    """
+    tables = []
+    for definition, said in zip(definitions[:2], names, strict=False):
+        found = _numbers(definition, folder, layer, width)
+        if found.ndim == 1:
+            found = found[None]
+        if found.ndim != 2 or width not in found.shape:
+            raise VectorError("width", f"{said} has the shape {list(found.shape)}; [rank, {width}] is needed here")
+        if found.shape == (width, width):
+            raise VectorError("width", f"{said} is square: which of its axes is the location's cannot be told")
+        tables.append(found if found.shape[1] == width else np.ascontiguousarray(found.T))
+    down, up = tables
+    if len(down) != len(up):
+        raise VectorError("width", f"{names[0]} has rank {len(down)} and {names[1]} rank {len(up)}")
+    if len(down) > RANK:
+        raise VectorError("width", f"{names[0]} has rank {len(down)}; {RANK} is the most")
+    if len(definitions) < 3:
+        return down, up, np.zeros(len(down), np.float32)
+    bias = _numbers(definitions[2], folder, layer, width)
+    if bias.shape != (len(down),):
+        raise VectorError("width", f"{names[2]} has the shape {list(bias.shape)}; [{len(down)}], the rank, is needed")
+    return down, up, bias
+
+
+def _numbers(definition: Mapping[str, Any], folder: Path, layer: int | None, width: int) -> Floats:
+    """A tensor of any shape, float32; one drawn at random, or with a norm of its own, is one vector."""
+    if definition.get("random") is not None or definition.get("norm") is not None:
+        return read_vector(definition, folder, layer, width)
+    path, name = folder / str(definition["file"]), tensor_name(definition, layer)
+    found = array_in(path, name)
+    if (row := definition.get("row")) is not None:
+        found = _row(found, row, path, name)
+    with np.errstate(over="ignore"):
+        numbers: Floats = np.ascontiguousarray(found, np.float32)
+    if bad := int(np.count_nonzero(~np.isfinite(numbers))):
+        raise VectorError("nonfinite", f"{spelled(path, name)} holds {bad} values that are not finite")
+    return numbers
+
+
+RANK = 256
+"""``affine`` reads and writes at most as many vectors."""
 DEPENDENT = 1e-6
 """A direction is no new one where less than this share of its length is left beside the ones before it."""
 
