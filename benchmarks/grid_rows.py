@@ -56,6 +56,7 @@ ROWS = {
         Row("head", "one head zeroed at all rows", "one", ("edits", "head"), 0.99),
         Row("project_out_one", "two directions taken out at one layer", "one", ("edits", "project_out_one"), 0.98),
         Row("clamp_one", "one layer clamped along a direction", "one", ("edits", "clamp_one"), 0.98),
+        Row("affine_one", "a rank-1 map at one layer", "one", ("edits", "affine_one"), 0.98),
         Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
         Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
@@ -147,6 +148,7 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("edits", "head"): {"at": f"z[{middle}]", "tokens": "all", "zero": {"heads": [HEAD]}},
         ("edits", "project_out_one"): {"at": one, "tokens": "all", "project_out": {"vectors": ["noise", "more"]}},
         ("edits", "clamp_one"): {"at": one, "tokens": "all", "clamp": {"vector": "noise", "min": -1.0, "max": 1.0}},
+        ("edits", "affine_one"): {"at": one, "tokens": "all", "affine": {"down": "noise", "up": "noise", "scale": 0.1}},
         ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
         ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
@@ -157,7 +159,8 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
 def _vectors(said: Mapping[str, Any]) -> list[str]:
     """The vectors that a definition names."""
     one = [said[verb]["vector"] for verb in ("add", "clamp") if verb in said]
-    return [*one, *said.get("project_out", {}).get("vectors", ())]
+    matrices = [said["affine"][key] for key in ("down", "up")] if "affine" in said else []
+    return list(dict.fromkeys([*one, *said.get("project_out", {}).get("vectors", ()), *matrices]))
 
 
 def spec_text(

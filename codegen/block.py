@@ -132,7 +132,7 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "python"}
+EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "affine", "python"}
 
 
 def statements_of(source: str) -> dict[int, tuple[str, str]]:

@@ -39,7 +39,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
     } | {v for r in reads.values() for v in r.read.vectors} | {
         e.edit.vector for e in edits.values() if e.edit.vector is not None
-    } | {v for e in edits.values() for v in e.edit.vectors}  # fmt: skip
+    } | {v for e in edits.values() for v in (*e.edit.vectors, *e.edit.matrices)}  # fmt: skip
     return {
         "lock": LOCK_VERSION,
         "spec": {"file": spec_name, "digest": digest(expand(spec))},
@@ -74,6 +74,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "tokens": p.edit.tokens.to_json(),
                 **({"vectors": list(p.edit.vectors)} if p.edit.vectors else {}),
                 **({"keep_norm": True} if p.edit.keep_norm else {}),
+                **({"matrices": list(p.edit.matrices)} if p.edit.matrices else {}),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()

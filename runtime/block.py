@@ -20,13 +20,13 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "clamp", "keep", "lens", "mean", "norm", "project",
-           "project_out", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
+__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "keep", "lens", "mean", "norm",
+           "project", "project_out", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
+EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 
 
@@ -161,6 +161,13 @@ def clamp(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, 
     """stream += (clip(p, min, max) − p) u, with p = stream · u and u the direction of the vector; a row within the
     bounds is left alone."""
     t.notes.append(Note(name, verb="clamp", columns=columns))
+
+
+def affine(
+    t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None
+) -> None:
+    """stream += coefficient · (stream Aᵀ + b) B, over the rows of A and B, both ``[rank, width]``."""
+    t.notes.append(Note(name, verb="affine", columns=columns))
 
 
 def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:

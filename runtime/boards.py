@@ -21,6 +21,7 @@ from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.kernels import (
     ADD,
     ADD_KEEP,
+    AFFINE,
     CLAMP,
     KEEP,
     KEEP32,
@@ -44,7 +45,8 @@ from vtaps.runtime.rings import Ring
 from vtaps.spec.slots import GATHERED_BYTES, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
-CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP}
+CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP,
+         "affine": AFFINE}  # fmt: skip
 
 
 @dataclass
@@ -235,9 +237,17 @@ class Boards:
                 chosen[a:b] = 1
             mask = self._put(chosen)
         limits = self._put(bounds) if edit.verb == "clamp" else None
-        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits)
+        up = bias = None
+        rank = max(1, len(edit.vectors))
+        if edit.matrices and (index >= 0).any():
+            down, ups, biases = self.program.load_affine(edit.matrices, site)
+            rank = len(down)
+            if mask is not None:
+                down, ups = down * (chosen != 0), ups * (chosen != 0)
+            vectors, up, bias = self._put(down), self._put(ups), self._put(biases)
+        board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits, up, bias)
         code = ADD_KEEP if note.keep_norm else CODES[edit.verb]
-        return Statement(code, column, row, mask is not None, max(1, len(edit.vectors)))
+        return Statement(code, column, row, mask is not None, rank)
 
     def _vectors(self, note: Note, site: SiteEntry, used: tuple[str, ...]) -> Any:
         """float32 ``[n, width]``: the vectors that points name, or the directions of the edit."""

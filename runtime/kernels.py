@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8]
+Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 """What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient,
 s = x + r in float32, and u orthonormal vectors:
 
@@ -33,8 +33,9 @@ s = x + r in float32, and u orthonormal vectors:
 | ADD_KEEP | | y · ‖s‖ / ‖y‖, y = s + c · vector | 0 |
 | PROJECT_OUT | | s − Σ c · (s · u) · u | 0 |
 | CLAMP | | s + (clip(s · u, low, high) − s · u) · u; left alone within the bounds | 0 |
+| AFFINE | | s + Σ c · (s · a + bias) · b, over the pairs of vectors a and b | 0 |
 
-The last three sum over a row: lengths and products in float32, over the columns of the statement's mask.
+The last four sum over a row: lengths and products in float32, over the columns of the statement's mask.
 """
 
 KEEP: Final[Code] = 0
@@ -46,6 +47,7 @@ SET: Final[Code] = 5
 ADD_KEEP: Final[Code] = 6
 PROJECT_OUT: Final[Code] = 7
 CLAMP: Final[Code] = 8
+AFFINE: Final[Code] = 9
 
 DIRECTIONS: Final = 16
 """PROJECT_OUT takes at most as many vectors; the language's schema says so too."""
@@ -74,7 +76,8 @@ class Statement:
     """One edit or read of a location.
 
     ``column`` (≥ 1) of the row table drives it; ``descriptor`` is its row of :attr:`Board.descriptors`; ``masked``: an
-    edit of only those columns where the descriptor's mask is not 0; ``rank``: how many vectors PROJECT_OUT takes.
+    edit of only those columns where the descriptor's mask is not 0; ``rank``: how many vectors PROJECT_OUT
+    takes, or pairs AFFINE.
     """
 
     code: Code
@@ -84,7 +87,7 @@ class Statement:
     rank: int = 1
 
     def __post_init__(self) -> None:
-        if self.column < 1 or not 0 <= self.descriptor < DESCRIPTORS or not 1 <= self.rank <= DIRECTIONS:
+        if self.column < 1 or not 0 <= self.descriptor < DESCRIPTORS or self.rank < 1:
             raise ValueError(f"column {self.column}, descriptor {self.descriptor}, {self.rank} vectors")
 
     @property
@@ -162,7 +165,7 @@ class Board:
     - an edit: address of the coefficients, float32 ``[points + 1]``; of the vector index, int32 ``[points + 1]`` (-1
       where the point does not edit at this location; entry 0 is never used); of the vectors, float32 ``[n, width]`` (of
       PROJECT_OUT ``[n · rank, width]``), or 0; of the mask, uint8 ``[width]``, or 0; of CLAMP's bounds, float32
-      ``[2, points + 1]``, or 0; and how long each of them is;
+      ``[2, points + 1]``, or 0; how long each of them is; of AFFINE's b like the vectors, or 0; of its bias, or 0;
     - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part.
 
     ``seen``: int32 ``[locations]``, the launches so far.
@@ -195,6 +198,8 @@ class Board:
         vectors: Tensor | None = None,
         mask: Tensor | None = None,
         bounds: Tensor | None = None,
+        up: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """Point descriptor ``row`` at the tables of an edit; shapes and dtypes as above.
 
@@ -207,6 +212,8 @@ class Board:
             ("vectors", vectors, torch.float32, 2),
             ("mask", mask, torch.uint8, 1),
             ("bounds", bounds, torch.float32, 2),
+            ("up", up, torch.float32, 2),
+            ("bias", bias, torch.float32, 1),
         ):
             if tensor is not None:
                 self._check(name, tensor, axes)
@@ -218,7 +225,8 @@ class Board:
             raise ValueError(f"the mask is {mask.shape[0]} wide and the vectors {vectors.shape[1]}")
         tables = (coefficients, vector_index, vectors, mask, bounds)
         words = [0 if t is None else t.data_ptr() for t in tables] + [0 if bounds is None else bounds.shape[1]]
-        self._write(row, words, [t for t in tables if t is not None])
+        words += [0 if t is None else t.data_ptr() for t in (up, bias)]
+        self._write(row, words, [t for t in (*tables, up, bias) if t is not None])
 
     def set_read(self, row: int, memory: Tensor, site: int) -> None:
         """Point descriptor ``row`` at part ``site`` of ``memory``, ``[slots, sites, width]``: in the model's dtype for
@@ -282,6 +290,8 @@ def launch(board: Board, program: LocationProgram, x: Tensor, residual: Tensor |
 
 def reference(board: Board, program: LocationProgram, x: Tensor, residual: Tensor | None = None) -> None:
     """:func:`run` by torch, on any device; on CUDA it synchronises."""
+    from vtaps.runtime import kernels_torch
+
     residual = _other(board, program, x, residual)
     count = x.shape[0]
     if not count:
@@ -295,9 +305,11 @@ def reference(board: Board, program: LocationProgram, x: Tensor, residual: Tenso
     for statement in program.statements:
         values = board.rows[:count, statement.column]
         if statement.code >= ADD:
-            _edit(board, statement, hidden, rest, values.where(states == LIVE, 0))
+            kernels_torch.edit(board, statement, hidden, rest, values.where(states == LIVE, 0))
         else:
-            _read(board, statement, hidden, rest, values.where(states != 0, 0), states, sentinel(program.number))
+            kernels_torch.read(
+                board, statement, hidden, rest, values.where(states != 0, 0), states, sentinel(program.number)
+            )
     proof = (states == PROOF).nonzero().squeeze(1)
     if program.edits:
         hidden.index_fill_(0, proof, sentinel(program.number))
@@ -321,80 +333,3 @@ def _other(board: Board, program: LocationProgram, x: Tensor, residual: Tensor |
     if residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1:
         raise ValueError(f"the residual, {residual.dtype} {list(residual.shape)}, is not like the hidden state")
     return residual
-
-
-def _edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | None, points: Tensor) -> None:
-    """The verb on the rows whose point (int32 ``[rows]``, 0: off) is active at this location."""
-    rows = points.nonzero().squeeze(1)
-    if not rows.shape[0]:
-        return
-    coefficients_at, index_at, vectors_at, mask_at, bounds_at = board.descriptors[statement.descriptor].tolist()[:5]
-    picked = points[rows]
-    index = board.tensors[index_at].index_select(0, picked)
-    active = index >= 0
-    rows, picked, index = rows[active], picked[active], index[active]
-    if not rows.shape[0]:  # there may be no vectors then
-        return
-    before = hidden.index_select(0, rows)
-    other = None if rest is None else rest.index_select(0, rows)
-    coefficient = board.tensors[coefficients_at].index_select(0, picked).unsqueeze(1)
-    mask = board.tensors[mask_at].bool() if statement.masked else None
-    here = torch.ones_like(before, dtype=torch.bool) if mask is None else mask.expand(before.shape)
-    if statement.code > SET:
-        total = before.float() if other is None else before.float() + other.float()
-        own = total.where(here, 0.0)
-        if statement.code == ADD_KEEP:
-            moved = total + board.tensors[vectors_at].index_select(0, index) * coefficient
-            length, now = own.square().sum(-1, keepdim=True), moved.where(here, 0.0).square().sum(-1, keepdim=True)
-            after = moved * torch.where(now > 0, (length / now).sqrt(), 1.0)
-        elif statement.code == PROJECT_OUT:
-            after = total
-            for k in range(statement.rank):
-                u = board.tensors[vectors_at].index_select(0, index * statement.rank + k)
-                after = after - coefficient * (own * u).sum(-1, keepdim=True) * u
-        else:
-            u = board.tensors[vectors_at].index_select(0, index)
-            low, high = board.tensors[bounds_at].index_select(1, picked).unsqueeze(2)
-            product = (own * u).sum(-1, keepdim=True)
-            clipped = torch.minimum(torch.maximum(product, low), high)
-            after = total + (clipped - product) * u
-            here = here & (clipped != product)
-        after = after.to(before.dtype)
-    elif statement.code == ZERO:
-        after = torch.zeros_like(before)
-    elif statement.code == SCALE:
-        total = before.float() if other is None else before.float() + other.float()
-        after = (total * coefficient).to(before.dtype)
-    else:
-        product = board.tensors[vectors_at].index_select(0, index) * coefficient
-        after = (before.float() + product if statement.code == ADD else product).to(before.dtype)
-    hidden.index_copy_(0, rows, torch.where(here, after, before))
-    if rest is not None and other is not None and statement.code > ADD:
-        rest.index_copy_(0, rows, other.masked_fill(here, 0.0))
-
-
-def _read(
-    board: Board,
-    statement: Statement,
-    hidden: Tensor,
-    rest: Tensor | None,
-    slots: Tensor,
-    states: Tensor,
-    proven: float,
-) -> None:
-    """Copy the rows whose slot (int32 ``[rows]``, 1-based, 0: off) is on; proof rows hold ``proven``."""
-    rows = slots.nonzero().squeeze(1)
-    if not rows.shape[0]:
-        return
-    address, stride, offset = board.descriptors[statement.descriptor].tolist()[:3]
-    memory = board.tensors[address]
-    dtype = torch.float32 if statement.code == KEEP32 else hidden.dtype
-    if memory.dtype != dtype:
-        raise ValueError(f"memory for {dtype} rows is {memory.dtype}")
-    start = memory.storage_offset() + offset
-    place = memory.as_strided((memory.shape[0], hidden.shape[1]), (stride, 1), start)
-    value = hidden.index_select(0, rows)
-    if rest is not None:
-        value = value.float() + rest.index_select(0, rows).float()
-    value = value.to(dtype).masked_fill((states[rows] == PROOF).unsqueeze(1), proven)
-    place.index_copy_(0, slots[rows].long() - 1, value)

@@ -27,6 +27,7 @@ ZERO = tl.constexpr(kernels.ZERO)
 SET = tl.constexpr(kernels.SET)
 ADD_KEEP = tl.constexpr(kernels.ADD_KEEP)
 PROJECT_OUT = tl.constexpr(kernels.PROJECT_OUT)
+AFFINE = tl.constexpr(kernels.AFFINE)
 WORDS = tl.constexpr(kernels.WORDS)
 MOST = tl.constexpr(kernels.DIRECTIONS)
 PROOF = tl.constexpr(kernels.PROOF)
@@ -117,7 +118,7 @@ def tap(
                 own = tl.where(here, total, 0.0)
                 vectors = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(tl.float32)), 16)
                 vector = vectors + found[i][2].to(tl.int64) * (WIDTH * RANKS[i]) + cols
-                if CODES[i] == ADD_KEEP or CODES[i] == PROJECT_OUT:
+                if CODES[i] == ADD_KEEP or CODES[i] == PROJECT_OUT or CODES[i] == AFFINE:
                     coefficients = tl.load(place).to(tl.pointer_type(tl.float32))
                     coefficient = tl.load(coefficients + value, mask=active, other=0.0)
                 if CODES[i] == ADD_KEEP:
@@ -127,6 +128,15 @@ def tap(
                     now = tl.sum(kept_of * kept_of)
                     ratio = tl.where(now > 0, tl.sqrt_rn(length / tl.where(now > 0, now, 1.0)), 1.0)
                     changed = moved * ratio
+                elif CODES[i] == AFFINE:
+                    ups = tl.multiple_of(tl.load(place + 6).to(tl.pointer_type(tl.float32)), 16) + cols
+                    biases = tl.load(place + 7).to(tl.pointer_type(tl.float32))
+                    changed = total
+                    for k in range(RANKS[i]):
+                        a = tl.load(vector + k * WIDTH, mask=inside & active, other=0.0)
+                        b = tl.load(ups + k * WIDTH, mask=inside & active, other=0.0)
+                        shift = tl.load(biases + k, mask=active, other=0.0)
+                        changed = changed + coefficient * (tl.sum(own * a) + shift) * b
                 elif CODES[i] == PROJECT_OUT:
                     changed = total
                     # An element of a tuple is no bound of a static range, but it prunes branches.

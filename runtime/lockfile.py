@@ -139,7 +139,10 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     vectors, tokens = tuple(data.get("vectors") or ()), Rows.from_json(data["tokens"])
     if verb == "project_out" and not vectors:
         raise ValueError("project_out has no vectors")
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), python)
+    matrices = tuple(data.get("matrices") or ())
+    if verb == "affine" and not 2 <= len(matrices) <= 3:
+        raise ValueError("affine has no down and up")
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -207,7 +210,7 @@ def _check_names(program: Program) -> None:
             known(f"sites.{name}", site.functions or ("None",), "forwards", program.forwards)
     for name, edit in program.edits.items():
         known(f"edits.{name}", edit.sites, "sites", program.sites)
-        known(f"edits.{name}", edit.vectors, "vectors", program.vectors)
+        known(f"edits.{name}", (*edit.vectors, *edit.matrices), "vectors", program.vectors)
     for name, read in program.reads.items():
         known(f"reads.{name}", read.sites, "sites", program.sites)
         known(f"reads.{name}", read.vectors, "vectors", program.vectors)

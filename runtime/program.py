@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
-from vtaps.spec.vectors import Floats, VectorError, file_digest, read_vector
+from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "python")
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
+VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
 WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
 USES_VECTOR = ("add", "set", "clamp")
 Kind = Literal["rows", "mean", "norm", "project", "lens", "python"]
@@ -65,13 +65,15 @@ class ForwardEntry:
 
 @dataclass(frozen=True)
 class EditEntry:
-    """``vectors``: the directions of ``project_out``; ``python``: the file, the function in it, the file's sha256."""
+    """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
+    file, the function in it, the file's sha256."""
 
     verb: Verb
     sites: tuple[str, ...]
     tokens: Rows
     vectors: tuple[str, ...] = ()
     keep_norm: bool = False
+    matrices: tuple[str, ...] = ()
     python: tuple[str, str, str | None] | None = None
 
 
@@ -269,6 +271,16 @@ class Program:
             return read_vector(definition, self.folder, site.layer, site.width)
         except VectorError as error:
             raise LockError(entry, f"{error.message} (used at {site.name})") from error
+
+    def load_affine(self, names: Sequence[str], site: SiteEntry) -> tuple[Floats, Floats, Floats]:
+        """Down and up, float32 ``[rank, width]``, and bias ``[rank]``.  Raises LockError."""
+        for name in names:
+            if self.vectors[name].get("random") is None:
+                self._check_digest(f"vectors.{name}", self.vectors[name])
+        try:
+            return read_affine([self.vectors[n] for n in names], names, self.folder, site.layer, site.width)
+        except VectorError as error:
+            raise LockError(f"vectors.{names[0]}", f"{error.message} (used at {site.name})") from error
 
     def _check_digest(self, entry: str, definition: Mapping[str, Any]) -> None:
         expected, file = definition.get("digest"), str(definition["file"])

@@ -15,10 +15,10 @@ from vtaps.spec.spec import Arm, Axis, Spec
 
 FIELDS = {
     "add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (),
-    "project_out": ("scale",), "clamp": ("vector", "min", "max"), "python": (),
+    "project_out": ("scale",), "affine": ("scale",), "clamp": ("vector", "min", "max"), "python": (),
 }  # fmt: skip
-COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by", "project_out": "scale"}
-IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0}
+COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by", "project_out": "scale", "affine": "scale"}
+IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0, "affine": 0.0}
 NUMBERS = ("scale", "by", "min", "max")
 
 

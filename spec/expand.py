@@ -10,7 +10,7 @@ import yaml
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.sizes import exact
-from vtaps.spec.spec import Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+from vtaps.spec.spec import MATRICES, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
 from vtaps.spec.yaml import scalar
 
 
@@ -136,6 +136,8 @@ def _vector(vector: Vector) -> dict[str, Any]:
         out["tensor"] = vector.tensor
     if vector.row is not None:
         out["row"] = vector.row
+    if vector.norm is not None:
+        out["norm"] = vector.norm
     return out
 
 
@@ -149,6 +151,7 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["vector"] = edit.vector
     if edit.vectors:
         body["vectors"] = list(edit.vectors)
+    body |= dict(zip(MATRICES, edit.matrices, strict=False))
     if edit.low is not None:
         body["min"] = edit.low
     if edit.high is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from vtaps.spec.aliases import ALIASES
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
-from vtaps.spec.spec import Spec
+from vtaps.spec.spec import MATRICES, Spec
 
 KINDS = {
     "vectors": "vector",
@@ -40,6 +40,8 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
     for edit in spec.edits.values():
         if edit.vector is not None:
             yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")
+        for key, vector in zip(MATRICES, edit.matrices, strict=False):
+            yield "vectors", vector, (*edit.where, edit.verb, key)
         for i, vector in enumerate(edit.vectors):
             yield "vectors", vector, (*edit.where, edit.verb, "vectors", i)
     for read in spec.reads.values():

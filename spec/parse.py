@@ -11,6 +11,7 @@ from vtaps.spec.document import Document, NodePath
 from vtaps.spec.rows import WORDS, Interval, Rows
 from vtaps.spec.sizes import parse_size
 from vtaps.spec.spec import (
+    MATRICES,
     TAP_MEMORY,
     Arm,
     At,
@@ -28,8 +29,8 @@ from vtaps.spec.spec import (
     Vector,
 )
 
-VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "python")
-SCALED = ("add", "set", "project_out")
+VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
+SCALED = ("add", "set", "project_out", "affine")
 PROMPT_KINDS = ("text", "chat", "ids")
 METRIC_KINDS = ("logprob", "logit_diff", "rank")
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
@@ -106,7 +107,8 @@ def _vector(name: str, data: Mapping[str, Any], where: NodePath) -> Vector:
     if "random" in data:
         draw = data["random"] or {}
         return Vector(name, where, seed=int(draw.get("seed", 0)), norm=float(draw.get("norm", 1.0)))
-    return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"))
+    norm = None if "norm" not in data else float(data["norm"])
+    return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"), norm=norm)
 
 
 def _at(value: str | list[str], where: NodePath) -> At:
@@ -166,6 +168,7 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         low=float(body["min"]) if "min" in body else None,
         high=float(body["max"]) if "max" in body else None,
         keep_norm=bool(body.get("keep_norm")),
+        matrices=tuple(body[key] for key in MATRICES if key in body),
         python=_function(data["python"]) if verb == "python" else None,
     )
 

@@ -211,7 +211,7 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
     found += _numbers(edit, doc)
     shapes = {(s.width, s.heads if edit.heads else None): s.name for s in sites}
     narrowed = edit.heads is not None or edit.dims is not None
-    if len(shapes) > 1 and (narrowed or edit.vector is not None or edit.vectors):
+    if len(shapes) > 1 and (narrowed or edit.vector is not None or edit.vectors or edit.matrices):
         listed = ", ".join(f"{name} is {width} wide" for (width, _), name in sorted(shapes.items(), key=str))
         found.append(
             Diagnostic("VT301", f"the locations of {edit.name!r} differ in shape: {listed}", doc.at(*edit.where, "at"))

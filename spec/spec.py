@@ -12,7 +12,7 @@ from typing import Any, Literal
 from vtaps.spec.document import NodePath
 from vtaps.spec.rows import Interval, Rows
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "python"]
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
 Sees = Literal["before_edits", "after_edits"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
@@ -42,7 +42,7 @@ class EngineRef:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector by file (safetensors or npy) or by a seeded draw; see ``vtaps.spec.vectors``."""
+    """A vector by file or by a seeded draw; ``norm``: what it is scaled to.  See ``vtaps.spec.vectors``."""
 
     name: str
     where: NodePath
@@ -65,11 +65,16 @@ class At:
     wheres: tuple[NodePath, ...]
 
 
+MATRICES = ("down", "up", "bias")
+"""The fields of ``affine`` that name tensors, in the order of :attr:`Edit.matrices`."""
+
+
 @dataclass(frozen=True)
 class Edit:
-    """``coefficient`` is ``scale`` of ``add``, ``set`` and ``project_out`` and ``by`` of ``scale``; None elsewhere.
-    ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``; ``keep_norm`` is of
-    ``add``.  ``heads`` and ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine`` and ``by`` of ``scale``; None
+    elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``;
+    ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of ``add``.  ``heads`` and
+    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -84,6 +89,7 @@ class Edit:
     low: float | None = None
     high: float | None = None
     keep_norm: bool = False
+    matrices: tuple[str, ...] = ()
     python: tuple[str, str] | None = None
 
 

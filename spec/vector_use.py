@@ -8,9 +8,17 @@ from typing import Any
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.plan import EditPlan, ReadPlan
-from vtaps.spec.spec import Spec, Vector
+from vtaps.spec.spec import MATRICES, Spec, Vector
 from vtaps.spec.tree import Site
-from vtaps.spec.vectors import Floats, VectorError, directions, file_digest, read_vector, tensors_in
+from vtaps.spec.vectors import (
+    Floats,
+    VectorError,
+    directions,
+    file_digest,
+    read_affine,
+    read_vector,
+    tensors_in,
+)
 
 CODES = {
     "missing": "VT306",
@@ -27,7 +35,8 @@ def definition(vector: Vector) -> dict[str, Any]:
     """The vector as the lock writes it and ``read_vector`` takes it."""
     if vector.random:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
-    return {"file": vector.file, "tensor": vector.tensor, "row": vector.row}
+    scaled = {} if vector.norm is None else {"norm": vector.norm}
+    return {"file": vector.file, "tensor": vector.tensor, "row": vector.row, **scaled}
 
 
 def _swept(spec: Spec) -> dict[str, list[tuple[str, NodePath]]]:
@@ -110,7 +119,26 @@ def check_vectors(
             tell(vector, error.kind, message, where)
     for plan in edits.values():
         _check_directions(plan, swept.get(plan.edit.name, []), spec, doc, good, tell)
+        _check_affine(plan, spec, doc, tell)
     return digests
+
+
+def _check_affine(plan: EditPlan, spec: Spec, doc: Document, tell: Callable[..., None]) -> None:
+    edit, names = plan.edit, plan.edit.matrices
+    if not names or any(name not in spec.vectors for name in names):
+        return
+    for site in plan.sites:
+        where = (*edit.where, edit.verb, "down")
+        if site.width is None:
+            tell(spec.vectors[names[0]], "width", f"the width of {site.name} is not known before the run", where)
+            return
+        try:
+            read_affine([definition(spec.vectors[n]) for n in names], names, doc.folder, site.layer, site.width)
+        except VectorError as error:
+            named = next((n for n in names if error.message.startswith(n)), names[0])
+            key = MATRICES[names.index(named)]
+            tell(spec.vectors[named], error.kind, f"{error.message} ({site.name})", (*edit.where, edit.verb, key))
+            return
 
 
 def _check_directions(

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
-from vtaps.spec import digests
+from vtaps.spec.tensor_files import TensorInfo as TensorInfo
+from vtaps.spec.tensor_files import VectorError as VectorError
+from vtaps.spec.tensor_files import array_in, spelled
+from vtaps.spec.tensor_files import file_digest as file_digest
+from vtaps.spec.tensor_files import tensors_in as tensors_in
 
 Floats = npt.NDArray[np.float32]
-Kind = Literal["missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous", "direction"]
-
-FLOATING = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""safetensors dtypes that a vector may have, with the numpy dtype of their bytes."""
-
-
-class VectorError(Exception):
-    """A vector that cannot be used; ``kind`` says why, ``message`` says it to a person."""
-
-    def __init__(self, kind: Kind, message: str) -> None:
-        super().__init__(message)
-        self.kind: Kind = kind
-        self.message = message
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a file's header says of one tensor: ``dtype`` in the file's own spelling."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def read_vector(definition: Mapping[str, Any], folder: Path, layer: int | None, width: int) -> Floats:
     """The vector ``definition`` names at a site of ``layer``: float32 ``[width]``, finite.
 
-    ``definition`` is ``{"file", "tensor"?, "row"?}`` (``file`` relative to ``folder``) or
-    ``{"random": {"seed", "norm"}}``.
+    ``definition`` is ``{"file", "tensor"?, "row"?, "norm"?}`` (``file`` relative to ``folder``; ``norm``: the L2 norm
+    that it is scaled to) or ``{"random": {"seed", "norm"}}``.
 
     Raises VectorError.
     """
@@ -52,13 +32,19 @@ def read_vector(definition: Mapping[str, Any], folder: Path, layer: int | None, 
     path = folder / str(definition["file"])
     name = tensor_name(definition, layer)
     with np.errstate(over="ignore"):
-        vector = _row(_array(path, name), definition.get("row"), path, name).astype(np.float32)
+        vector = _row(array_in(path, name), definition.get("row"), path, name).astype(np.float32)
     if vector.shape[0] != width:
-        raise VectorError("width", f"{_spelled(path, name)} is {vector.shape[0]} wide; {width} is needed here")
+        raise VectorError("width", f"{spelled(path, name)} is {vector.shape[0]} wide; {width} is needed here")
     bad = int(np.count_nonzero(~np.isfinite(vector)))
     if bad:
-        raise VectorError("nonfinite", f"{_spelled(path, name)} holds {bad} values that are not finite")
-    return vector
+        raise VectorError("nonfinite", f"{spelled(path, name)} holds {bad} values that are not finite")
+    if (norm := definition.get("norm")) is None:
+        return vector
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if not length:
+        raise VectorError("direction", f"{spelled(path, name)} is zero: it cannot be scaled to a norm of {norm:g}")
+    scaled: Floats = (vector.astype(np.float64) * (norm / length)).astype(np.float32)
+    return scaled
 
 
 def draw(seed: int, norm: float, layer: int | None, width: int) -> Floats:
@@ -76,6 +62,55 @@ def draw(seed: int, norm: float, layer: int | None, width: int) -> Floats:
     return vector
 
 
+def read_affine(
+    definitions: Sequence[Mapping[str, Any]], names: Sequence[str], folder: Path, layer: int | None, width: int
+) -> tuple[Floats, Floats, Floats]:
+    """What ``affine`` reads and writes at a site of ``layer``: (down ``[rank, width]``, up ``[rank, width]``, bias
+    ``[rank]``), float32 and finite.  In the files down and up have two axes, in either order; without a third
+    definition the bias is zero.
+
+    Raises VectorError.
+    """
+    tables = []
+    for definition, said in zip(definitions[:2], names, strict=False):
+        found = _numbers(definition, folder, layer, width)
+        if found.ndim == 1:
+            found = found[None]
+        if found.ndim != 2 or width not in found.shape:
+            raise VectorError("width", f"{said} has the shape {list(found.shape)}; [rank, {width}] is needed here")
+        if found.shape == (width, width):
+            raise VectorError("width", f"{said} is square: which of its axes is the location's cannot be told")
+        tables.append(found if found.shape[1] == width else np.ascontiguousarray(found.T))
+    down, up = tables
+    if len(down) != len(up):
+        raise VectorError("width", f"{names[0]} has rank {len(down)} and {names[1]} rank {len(up)}")
+    if len(down) > RANK:
+        raise VectorError("width", f"{names[0]} has rank {len(down)}; {RANK} is the most")
+    if len(definitions) < 3:
+        return down, up, np.zeros(len(down), np.float32)
+    bias = _numbers(definitions[2], folder, layer, width)
+    if bias.shape != (len(down),):
+        raise VectorError("width", f"{names[2]} has the shape {list(bias.shape)}; [{len(down)}], the rank, is needed")
+    return down, up, bias
+
+
+def _numbers(definition: Mapping[str, Any], folder: Path, layer: int | None, width: int) -> Floats:
+    """A tensor of any shape, float32; one drawn at random, or with a norm of its own, is one vector."""
+    if definition.get("random") is not None or definition.get("norm") is not None:
+        return read_vector(definition, folder, layer, width)
+    path, name = folder / str(definition["file"]), tensor_name(definition, layer)
+    found = array_in(path, name)
+    if (row := definition.get("row")) is not None:
+        found = _row(found, row, path, name)
+    with np.errstate(over="ignore"):
+        numbers: Floats = np.ascontiguousarray(found, np.float32)
+    if bad := int(np.count_nonzero(~np.isfinite(numbers))):
+        raise VectorError("nonfinite", f"{spelled(path, name)} holds {bad} values that are not finite")
+    return numbers
+
+
+RANK = 256
+"""``affine`` reads and writes at most as many vectors."""
 DEPENDENT = 1e-6
 """A direction is no new one where less than this share of its length is left beside the ones before it."""
 
@@ -115,94 +150,9 @@ def tensor_name(definition: Mapping[str, Any], layer: int | None) -> str | None:
     return str(name).replace("{layer}", str(layer))
 
 
-def tensors_in(path: Path) -> dict[str, TensorInfo]:
-    """Name → dtype and shape, from the header alone; a ``.npy`` file holds one tensor named ``""``.
-
-    Raises VectorError (missing, unreadable).
-    """
-    _must_be_file(path)
-    if path.suffix == ".npy":
-        array = _open_npy(path)
-        return {"": TensorInfo(str(array.dtype), array.shape)}
-    try:
-        with safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            return {n: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise VectorError("unreadable", f"{path.name} is not a safetensors file: {error}") from error
-
-
-def file_digest(path: Path) -> str:
-    """``sha256:…`` of the file's bytes.  Raises VectorError (missing, unreadable)."""
-    _must_be_file(path)
-    try:
-        return digests.of_file(path)
-    except OSError as error:
-        raise VectorError("unreadable", f"{path.name}: {error.strerror or error}") from error
-
-
-def _must_be_file(path: Path) -> None:
-    if path.is_dir():
-        raise VectorError("unreadable", f"{path.name} is a directory")
-    if path.exists() and not path.is_file():
-        raise VectorError("unreadable", f"{path.name} is not a regular file")
-    if not path.exists():
-        raise VectorError("missing", f"there is no file {path.name}")
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise VectorError("unreadable", f"{path.name}: {error.strerror or error}") from error
-    if size == 0:
-        raise VectorError("unreadable", f"{path.name} is empty (zero bytes)")
-
-
-def _open_npy(path: Path) -> npt.NDArray[Any]:
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except (OSError, ValueError, EOFError) as error:
-        raise VectorError("unreadable", f"{path.name} is not a .npy file: {error}") from error
-
-
-def _array(path: Path, name: str | None) -> npt.NDArray[Any]:
-    """The named tensor as floating numpy values (bfloat16 widened to float32)."""
-    found = tensors_in(path)
-    if path.suffix == ".npy":
-        if name is not None:
-            raise VectorError("tensor", f"{path.name} is a .npy file, which holds one unnamed tensor")
-        array = _open_npy(path)
-        if array.dtype.kind != "f":
-            raise VectorError("tensor", f"{path.name} holds {array.dtype}; a vector is floating point")
-        return array
-    if name is None:
-        if len(found) != 1:
-            raise VectorError(
-                "ambiguous", f"{path.name} holds {len(found)} tensors ({_some(found)}): say which with `tensor`"
-            )
-        name = next(iter(found))
-    if name not in found:
-        raise VectorError("tensor", f'{path.name} has no tensor "{name}"; it holds {_some(found)}')
-    info = found[name]
-    if info.dtype not in FLOATING:
-        raise VectorError("tensor", f"{_spelled(path, name)} is {info.dtype}; a vector is floating point")
-    if info.dtype != "BF16":
-        with safe_open(path, framework="np") as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
-    bits = _raw(path, name).reshape(info.shape)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _raw(path: Path, name: str) -> npt.NDArray[np.uint16]:
-    """The bits of a bfloat16 tensor: numpy has no such dtype, so safetensors cannot hand it over."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        start, stop = json.loads(file.read(size))[name]["data_offsets"]
-        file.seek(8 + size + start)
-        return np.frombuffer(file.read(stop - start), "<u2")
-
-
 def _row(array: npt.NDArray[Any], row: int | None, path: Path, name: str | None) -> npt.NDArray[Any]:
     """One vector ``[width]`` out of ``[width]`` or, with ``row``, ``[n, width]``."""
-    where = _spelled(path, name)
+    where = spelled(path, name)
     if array.ndim == 1 and row is None:
         return array
     if array.ndim == 2 and row is not None:
@@ -214,12 +164,3 @@ def _row(array: npt.NDArray[Any], row: int | None, path: Path, name: str | None)
     if array.ndim == 1:
         raise VectorError("tensor", f"{where} is one vector; `row` is for tensors of two axes")
     raise VectorError("tensor", f"{where} has {array.ndim} axes; a vector has one, or two with `row`")
-
-
-def _spelled(path: Path, name: str | None) -> str:
-    return path.name if name is None else f'"{name}" of {path.name}'
-
-
-def _some(found: Mapping[str, TensorInfo]) -> str:
-    names = sorted(found)
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no tensor"

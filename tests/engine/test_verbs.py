@@ -14,10 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from safetensors.numpy import save_file  # noqa: E402
+
 from tests.engine.case import (  # noqa: E402
     HEAD_DIM,
     HEADS,
     LAYERS,
+    WIDTH,
     arm,
     by_key,
     hugging_face,
@@ -37,6 +40,12 @@ GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 # On CUDA vLLM's attention multiplies float32 in TF32.
 TOLERANCE = 4e-3 if torch.cuda.is_available() else 4e-5
 VECTORS = {"r": (1, 6.0), "s": (2, 1.0), "t": (3, 0.5)}
+RNG = np.random.default_rng(5)
+MATRICES = {
+    "a": RNG.normal(size=(3, WIDTH)).astype(np.float32) / 4,
+    "b": RNG.normal(size=(3, WIDTH)).astype(np.float32) / 4,
+    "c": RNG.normal(size=3).astype(np.float32),
+}
 Floats = np.ndarray[Any, Any]
 
 
@@ -69,6 +78,9 @@ USES = {
     "high": Use("clamp", "resid_post[0]", "prompt", {}, {"vector": "s", "min": None, "max": -0.25}),
     "both": Use("clamp", "resid_post[2]", "sampling", {}, {"vector": "t", "min": -0.1, "max": 0.1}),
     "clamp_head": Use("clamp", Z, "all", {}, {"vector": "s", "min": 0.02, "max": 0.03}, HEAD),
+    "low_rank": Use("affine", MID, "all", {"matrices": ["a", "b", "c"]}, {"coefficient": 0.8}),
+    "no_bias": Use("affine", "resid_post[2]", "sampling", {"matrices": ["a", "b"]}, {"coefficient": -1.0}),
+    "affine_head": Use("affine", Z, "all", {"matrices": ["a", "b", "c"]}, {"coefficient": 1.0}, HEAD),
     "keep": Use("add", MID, "all", {"keep_norm": True}, {"coefficient": 0.7, "vector": "r"}),
     "keep_some": Use("add", "resid_post[2]", "generated", {"keep_norm": True}, {"coefficient": -2.0, "vector": "s"},
                      ((3, 40), (100, 128))),
@@ -92,6 +104,10 @@ def formula(use: Use, x: Floats, layer: int) -> Floats:
     if use.verb == "project_out":
         basis, _ = np.linalg.qr(np.stack([vector(v) for v in use.more["vectors"]], axis=1))
         out = x - use.point["coefficient"] * (own @ basis) @ basis.T
+    elif use.verb == "affine":
+        a, b = (np.where(here, MATRICES[name].astype(np.float64), 0.0) for name in ("a", "b"))
+        bias = MATRICES["c"].astype(np.float64) if len(use.more["matrices"]) == 3 else 0.0
+        out = x + use.point["coefficient"] * (own @ a.T + bias) @ b
     elif use.verb == "clamp":
         u = vector(use.point["vector"])
         u = u / np.linalg.norm(u)
@@ -114,6 +130,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["eager", "taps"])
 def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("case")
+    # As LoRA keeps them: the second one has the width first.
+    save_file({"a": MATRICES["a"], "b": MATRICES["b"].T.copy(), "c": MATRICES["c"]}, folder / "low_rank.safetensors")
     lock, block = write_case(
         folder, model,
         edits={
@@ -124,7 +142,10 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
             for name, u in USES.items()
         },
         reads={"stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}}},
-        vectors={n: {"random": {"seed": seed, "norm": norm}} for n, (seed, norm) in VECTORS.items()},
+        vectors={
+            **{n: {"random": {"seed": seed, "norm": norm}} for n, (seed, norm) in VECTORS.items()},
+            **{n: {"file": "low_rank.safetensors", "tensor": n, "digest": None} for n in MATRICES},
+        },
         arms={
             "base": arm(reads=["stream"]),
             **{

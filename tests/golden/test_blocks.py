@@ -122,7 +122,7 @@ def test_a_reformatted_spec_compiles_to_the_same_files(tmp_path: Path, monkeypat
 def test_structure_ignores_data_and_sees_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed_cache(tmp_path, monkeypatch)
     source = (CASES / "verbs" / "spec.yaml").read_text(encoding="utf-8")
-    for name in ("vectors.safetensors", "edits.py"):
+    for name in ("vectors.safetensors", "low_rank.safetensors", "edits.py"):
         (tmp_path / name).write_bytes((CASES / "verbs" / name).read_bytes())
 
     def structure(old: str, new: str) -> str:

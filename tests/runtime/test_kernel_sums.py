@@ -31,7 +31,7 @@ INTERPRETER = pytest.param(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS, POINTS, VECTORS = 6, 3, 2
-SUMS = {"keep": vt.ADD_KEEP, "out": vt.PROJECT_OUT, "clamp": vt.CLAMP}
+SUMS = {"keep": vt.ADD_KEEP, "out": vt.PROJECT_OUT, "clamp": vt.CLAMP, "affine": vt.AFFINE}
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Case:
     vectors: Any  # float32 [VECTORS · rank, width]
     mask: Any
     bounds: Any
+    up: Any = None
+    bias: Any = None
 
 
 def make(
@@ -63,7 +65,7 @@ def make(
 ) -> Case:
     rng = np.random.default_rng(seed)
     code = SUMS[name]
-    rank = 3 if name == "out" else 1
+    rank = {"out": 3, "affine": 5}.get(name, 1)
     mask = np.ones(width, np.uint8)
     columns = None
     if masked:
@@ -72,6 +74,8 @@ def make(
     raw = rng.normal(size=(VECTORS * rank, width)).astype(np.float32)
     if name == "keep":
         vectors = raw
+    elif name == "affine":
+        vectors = (raw * mask / np.sqrt(width)).astype(np.float32)
     else:
         names = [str(i) for i in range(rank)]
         vectors = np.concatenate(
@@ -89,7 +93,12 @@ def make(
         vectors=torch.from_numpy(vectors), mask=torch.from_numpy(mask) if masked else None,
         bounds=torch.from_numpy(p) if name == "clamp" else None,
     )  # fmt: skip
-    for field in ("x", "r", "points", "index", "coefficients", "vectors", "mask", "bounds"):
+    if name == "affine":
+        case.up = torch.from_numpy((rng.normal(size=(rank, width)) * mask / 40).astype(np.float32))
+        case.bias = torch.from_numpy(rng.normal(size=rank).astype(np.float32))
+        # Its points share one pair of matrices.
+        case.index = torch.tensor([1 << 30, 0, 0, -1], dtype=torch.int32)
+    for field in ("x", "r", "points", "index", "coefficients", "vectors", "mask", "bounds", "up", "bias"):
         if (value := getattr(case, field)) is not None:
             setattr(case, field, value.to("cuda" if device == "cuda" else "cpu"))
     return case
@@ -99,7 +108,7 @@ def run(case: Case, device: str = "cpu") -> tuple[Any, Any]:
     """What comes out: copies."""
     board = vt.Board.empty(ROWS, 1, 1, 1, case.x.device)
     board.rows[:, 0], board.rows[:, 1] = vt.LIVE, case.points
-    board.set_edit(0, case.coefficients, case.index, case.vectors, case.mask, case.bounds)
+    board.set_edit(0, case.coefficients, case.index, case.vectors, case.mask, case.bounds, case.up, case.bias)
     statement = vt.Statement(case.code, 1, 0, case.mask is not None, case.rank)
     x, r = case.x.clone(), None if case.r is None else case.r.clone()
     (vt.launch if device == "interpreter" else vt.run)(board, vt.LocationProgram(0, 0, x.shape[1], (statement,)), x, r)
@@ -123,6 +132,9 @@ def wanted(case: Case) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         if case.code == vt.ADD_KEEP:
             y = s[row] + c * v[0]
             out[row] = y * np.linalg.norm(own) / np.linalg.norm(np.where(mask, y, 0.0))
+        elif case.code == vt.AFFINE:
+            up, bias = case.up.double().cpu().numpy(), case.bias.double().cpu().numpy()
+            out[row] = s[row] + c * (v @ own + bias) @ up
         elif case.code == vt.PROJECT_OUT:
             out[row] = s[row] - c * (v @ own) @ v
         else:

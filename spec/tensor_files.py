@@ -1,0 +1,173 @@
+"""Tensors in files that people keep vectors in: safetensors, .npy, .pt and GGUF, with numpy and no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from vtaps.spec import digests
+from vtaps.spec.torch_files import TorchFileError, TorchTensor, read_torch
+
+Kind = Literal["missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous", "direction"]
+
+FLOATING = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""safetensors dtypes that a vector may have, with the numpy dtype of their bytes."""
+
+
+class VectorError(Exception):
+    """A vector that cannot be used; ``kind`` says why, ``message`` says it to a person."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.message = message
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor: ``dtype`` in the file's own spelling."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+SUFFIXES = (".safetensors", ".npy", ".pt", ".pth", ".bin", ".gguf")
+TORCH = (".pt", ".pth", ".bin")
+
+
+def tensors_in(path: Path) -> dict[str, TensorInfo]:
+    """Name → dtype and shape, from the header alone; what holds one unnamed tensor holds ``""``.
+
+    Raises VectorError (missing, unreadable).
+    """
+    must_be_file(path)
+    if path.suffix == ".npy":
+        array = _open_npy(path)
+        return {"": TensorInfo(str(array.dtype), array.shape)}
+    if path.suffix in TORCH:
+        return {name: TensorInfo(t.dtype, t.shape) for name, t in _torch(path).items()}
+    if path.suffix == ".gguf":
+        return {t.name: TensorInfo(t.tensor_type.name, tuple(reversed([int(n) for n in t.shape]))) for t in _gguf(path)}
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return {n: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise VectorError("unreadable", f"{path.name} is not a safetensors file: {error}") from error
+
+
+def _torch(path: Path) -> dict[str, TorchTensor]:
+    try:
+        return read_torch(path)
+    except TorchFileError as error:
+        raise VectorError("unreadable", f"{path.name}: {error}") from error
+
+
+def _gguf(path: Path) -> list[Any]:
+    """The tensors of a GGUF file, as the reader of the ``gguf`` package shows them."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        message = f"{path.name}: reading GGUF needs the package gguf (pip install gguf)"
+        raise VectorError("unreadable", message) from error
+    try:
+        return list(GGUFReader(path).tensors)
+    except Exception as error:  # it raises what it likes at a damaged file
+        raise VectorError("unreadable", f"{path.name} is not a GGUF file: {type(error).__name__}: {error}") from error
+
+
+def file_digest(path: Path) -> str:
+    """``sha256:…`` of the file's bytes.  Raises VectorError (missing, unreadable)."""
+    must_be_file(path)
+    try:
+        return digests.of_file(path)
+    except OSError as error:
+        raise VectorError("unreadable", f"{path.name}: {error.strerror or error}") from error
+
+
+def must_be_file(path: Path) -> None:
+    if path.is_dir():
+        raise VectorError("unreadable", f"{path.name} is a directory")
+    if path.exists() and not path.is_file():
+        raise VectorError("unreadable", f"{path.name} is not a regular file")
+    if not path.exists():
+        raise VectorError("missing", f"there is no file {path.name}")
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise VectorError("unreadable", f"{path.name}: {error.strerror or error}") from error
+    if size == 0:
+        raise VectorError("unreadable", f"{path.name} is empty (zero bytes)")
+
+
+def _open_npy(path: Path) -> npt.NDArray[Any]:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    except (OSError, ValueError, EOFError) as error:
+        raise VectorError("unreadable", f"{path.name} is not a .npy file: {error}") from error
+
+
+def array_in(path: Path, name: str | None) -> npt.NDArray[Any]:
+    """The named tensor as floating numpy values (bfloat16 widened to float32).  Raises VectorError."""
+    found = tensors_in(path)
+    if path.suffix == ".npy":
+        if name is not None:
+            raise VectorError("tensor", f"{path.name} is a .npy file, which holds one unnamed tensor")
+        array = _open_npy(path)
+        if array.dtype.kind != "f":
+            raise VectorError("tensor", f"{path.name} holds {array.dtype}; a vector is floating point")
+        return array
+    if name is None:
+        if len(found) != 1:
+            raise VectorError(
+                "ambiguous", f"{path.name} holds {len(found)} tensors ({_some(found)}): say which with `tensor`"
+            )
+        name = next(iter(found))
+    if name not in found:
+        raise VectorError("tensor", f'{path.name} has no tensor "{name}"; it holds {_some(found)}')
+    info = found[name]
+    if info.dtype not in FLOATING:
+        raise VectorError("tensor", f"{spelled(path, name)} is {info.dtype}; a vector is floating point")
+    if path.suffix in TORCH:
+        try:
+            array = _torch(path)[name].read(path)
+        except TorchFileError as error:
+            raise VectorError("unreadable", f"{path.name}: {error}") from error
+        return _widened(array) if info.dtype == "BF16" else array
+    if path.suffix == ".gguf":
+        data = next(t for t in _gguf(path) if t.name == name).data
+        raw = np.ascontiguousarray(data).view(FLOATING[info.dtype]).reshape(info.shape)
+        return _widened(raw) if info.dtype == "BF16" else raw.copy()
+    if info.dtype == "BF16":
+        return _widened(_raw(path, name).reshape(info.shape))
+    with safe_open(path, framework="np") as file:
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def _widened(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _raw(path: Path, name: str) -> npt.NDArray[np.uint16]:
+    """The bits of a bfloat16 tensor: numpy has no such dtype, so safetensors cannot hand it over."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        start, stop = json.loads(file.read(size))[name]["data_offsets"]
+        file.seek(8 + size + start)
+        return np.frombuffer(file.read(stop - start), "<u2")
+
+
+def spelled(path: Path, name: str | None) -> str:
+    return path.name if name is None else f'"{name}" of {path.name}'
+
+
+def _some(found: Mapping[str, TensorInfo]) -> str:
+    names = sorted(found)
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no tensor"
