@@ -14,10 +14,18 @@ class Cohere(Plain):
 
     def logits(self, ids: Tensor) -> Tensor:
         embedding = self.weights["model.embed_tokens.weight"]
-        hidden_states = embedding[ids]
+        say = self.say("model")
+        hidden_states = say("self_embed_input_ids_0", embedding[ids], "hidden_states_1")
+        self.say("model.source.self_embed_input_ids_0")("self_embed_tokens_0", hidden_states)
+        residual = hidden_states
         for number in range(self.config.num_hidden_layers):
-            hidden_states = self._layer(f"model.layers.{number}", hidden_states)
-        return functional.linear(self._layer_norm(hidden_states, "model.norm"), embedding) * self.config.logit_scale
+            # A layer hands on what went in as the residual.
+            residual, hidden_states = hidden_states, self._layer(f"model.layers.{number}", hidden_states)
+        say("self_norm_0.input[0]", hidden_states)
+        say("self_norm_0.input[1]", residual)
+        normed = self._layer_norm(hidden_states, "model.norm"), residual
+        hidden_states, _ = say("self_norm_0", normed, "hidden_states_4", "_")
+        return functional.linear(hidden_states, embedding) * self.config.logit_scale
 
     def _layer_norm(self, x: Tensor, name: str) -> Tensor:
         x = x - x.mean(-1, keepdim=True)

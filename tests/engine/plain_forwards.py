@@ -149,6 +149,7 @@ class Llama(Plain):
     def logits(self, ids: Tensor) -> Tensor:
         say, residual = self.say("model"), None
         hidden_states = say("self_embed_input_ids_0", self.embed(ids), "hidden_states_1")
+        self.say("model.source.self_embed_input_ids_0")("self_embed_tokens_0", hidden_states)
         for number in range(self.config.num_hidden_layers):
             hidden_states, residual = self.layer(f"model.layers.{number}", number, hidden_states, residual)
         normed = self.add_norm(hidden_states, residual, f"model.{self.last_norm}")

@@ -248,6 +248,9 @@ def test_every_op_equals_the_forward_by_hand(served: Served) -> None:
     for case in run.cases("base").values():
         logits, values = served.reference.plain.forward(case.fed)
         assert greedy(logits, case) == case.generated
+        # Forwards by hand that are made from Llama's say more than is read of theirs.
+        deep = served.family in DEEP
+        values = {name: x for name, x in values.items() if deep or name in named or name.count(".source.") == 1}
         assert set(values) == set(named), "not the same ops"
         wrong = []
         for text, site in named.items():
