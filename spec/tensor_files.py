@@ -52,15 +52,25 @@ def tensors_in(path: Path) -> dict[str, TensorInfo]:
         array = _open_npy(path)
         return {"": TensorInfo(str(array.dtype), array.shape)}
     if path.suffix in TORCH:
-        return {name: TensorInfo(t.dtype, t.shape) for name, t in _torch(path).items()}
+        return _infos_of_torch(_torch(path))
     if path.suffix == ".gguf":
-        return {t.name: TensorInfo(t.tensor_type.name, tuple(reversed([int(n) for n in t.shape]))) for t in _gguf(path)}
+        return _infos_of_gguf(_gguf(path))
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             return {n: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise VectorError("unreadable", f"{path.name} is not a safetensors file: {error}") from error
+
+
+def _infos_of_torch(tensors: Mapping[str, TorchTensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(t.dtype, t.shape) for name, t in tensors.items()}
+
+
+def _infos_of_gguf(tensors: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Their axes stand the other way round there."""
+    shapes = {name: tuple(reversed([int(n) for n in t.shape])) for name, t in tensors.items()}
+    return {name: TensorInfo(t.tensor_type.name, shapes[name]) for name, t in tensors.items()}
 
 
 def _torch(path: Path) -> dict[str, TorchTensor]:
@@ -70,15 +80,15 @@ def _torch(path: Path) -> dict[str, TorchTensor]:
         raise VectorError("unreadable", f"{path.name}: {error}") from error
 
 
-def _gguf(path: Path) -> list[Any]:
-    """The tensors of a GGUF file, as the reader of the ``gguf`` package shows them."""
+def _gguf(path: Path) -> dict[str, Any]:
+    """The tensors of a GGUF file by name, as the reader of the ``gguf`` package shows them."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
         message = f"{path.name}: reading GGUF needs the package gguf (pip install gguf)"
         raise VectorError("unreadable", message) from error
     try:
-        return list(GGUFReader(path).tensors)
+        return {t.name: t for t in GGUFReader(path).tensors}
     except Exception as error:  # it raises what it likes at a damaged file
         raise VectorError("unreadable", f"{path.name} is not a GGUF file: {type(error).__name__}: {error}") from error
 
@@ -116,7 +126,7 @@ def _open_npy(path: Path) -> npt.NDArray[Any]:
 
 def array_in(path: Path, name: str | None) -> npt.NDArray[Any]:
     """The named tensor as floating numpy values (bfloat16 widened to float32).  Raises VectorError."""
-    found = tensors_in(path)
+    must_be_file(path)
     if path.suffix == ".npy":
         if name is not None:
             raise VectorError("tensor", f"{path.name} is a .npy file, which holds one unnamed tensor")
@@ -124,6 +134,16 @@ def array_in(path: Path, name: str | None) -> npt.NDArray[Any]:
         if array.dtype.kind != "f":
             raise VectorError("tensor", f"{path.name} holds {array.dtype}; a vector is floating point")
         return array
+    # What such a file holds is found by reading all of its header: once.
+    tensors: Mapping[str, Any] = {}
+    if path.suffix in TORCH:
+        tensors = _torch(path)
+        found = _infos_of_torch(tensors)
+    elif path.suffix == ".gguf":
+        tensors = _gguf(path)
+        found = _infos_of_gguf(tensors)
+    else:
+        found = tensors_in(path)
     if name is None:
         if len(found) != 1:
             raise VectorError(
@@ -137,13 +157,12 @@ def array_in(path: Path, name: str | None) -> npt.NDArray[Any]:
         raise VectorError("tensor", f"{spelled(path, name)} is {info.dtype}; a vector is floating point")
     if path.suffix in TORCH:
         try:
-            array = _torch(path)[name].read(path)
+            array = tensors[name].read(path)
         except TorchFileError as error:
             raise VectorError("unreadable", f"{path.name}: {error}") from error
         return _widened(array) if info.dtype == "BF16" else array
     if path.suffix == ".gguf":
-        data = next(t for t in _gguf(path) if t.name == name).data
-        raw = np.ascontiguousarray(data).view(FLOATING[info.dtype]).reshape(info.shape)
+        raw = np.ascontiguousarray(tensors[name].data).view(FLOATING[info.dtype]).reshape(info.shape)
         return _widened(raw) if info.dtype == "BF16" else raw.copy()
     if info.dtype == "BF16":
         return _widened(_raw(path, name).reshape(info.shape))
