@@ -8,6 +8,8 @@ from typing import Any
 
 import libcst as cst
 
+from vtaps.spec.plan import EditPlan
+
 Literal = str | int | float | bool | None | tuple[Any, ...]
 
 
@@ -88,3 +90,9 @@ def function(
 def keywords(pairs: Mapping[str, Literal]) -> dict[str, Literal]:
     """``pairs`` without what stays at its default."""
     return {k: v for k, v in pairs.items() if v is not None}
+
+
+def edit(verb: str, plan: EditPlan, values: Sequence[cst.BaseExpression], **more: Literal) -> cst.Call:
+    """The statement of an edit: its name, what it acts on, the columns that it is narrowed to, and ``more``."""
+    named = keywords({"columns": plan.columns, **more})
+    return call(f"vt.{verb}", cst.Name("t"), literal(plan.edit.name), *values, **named)

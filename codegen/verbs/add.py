@@ -12,10 +12,4 @@ VERSION = 1
 
 
 def emit(plan: EditPlan, values: list[cst.BaseExpression]) -> cst.Call:
-    return nodes.call(
-        "vt.add",
-        cst.Name("t"),
-        nodes.literal(plan.edit.name),
-        *values,
-        **nodes.keywords({"columns": plan.columns, "keep_norm": plan.edit.keep_norm or None}),
-    )
+    return nodes.edit("add", plan, values, keep_norm=plan.edit.keep_norm or None)

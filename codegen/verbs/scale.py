@@ -12,6 +12,4 @@ VERSION = 1
 
 
 def emit(plan: EditPlan, values: list[cst.BaseExpression]) -> cst.Call:
-    return nodes.call(
-        "vt.scale", cst.Name("t"), nodes.literal(plan.edit.name), *values, **nodes.keywords({"columns": plan.columns})
-    )
+    return nodes.edit("scale", plan, values)
