@@ -104,10 +104,11 @@ class Function:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The rows of a plan's fill at one location: the same in each of its steps, ``shift`` positions later."""
+    """The rows of a plan's fill at one location, a range where they follow each other: the same in each of its steps,
+    ``shift`` positions later."""
 
     fill: weakref.ref[Fill]
-    rows: Tensor
+    rows: Tensor | slice
     positions: npt.NDArray[np.int64]
     requests: tuple[str, ...]
 
@@ -162,12 +163,16 @@ class Functions:
         if known is None or known.fill() is not fill:
             known = self._chosen[edit, site.name] = self._choose(edit, fill, site.name, x.device)
         rows = known.rows
-        if not len(rows):
+        if not len(known.positions):
             return
         hidden, rest, stream = _stream(x, residual, rows, place)
-        hidden.index_copy_(0, rows, self._of["edits", edit](stream, known.at(site, shift)))
+        given = self._of["edits", edit](stream, known.at(site, shift))
+        if isinstance(rows, slice):
+            hidden[rows].copy_(given)
+        else:
+            hidden.index_copy_(0, rows, given)
         if rest is not None:
-            rest.index_fill_(0, rows, 0.0)
+            rest[rows].zero_() if isinstance(rows, slice) else rest.index_fill_(0, rows, 0.0)
 
     def read(
         self,
@@ -210,24 +215,29 @@ class Functions:
 
 def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) -> _Chosen:
     owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
-    rows = torch.from_numpy(np.ascontiguousarray(fill.rows[chosen]))
-    if device.type == "cuda":
-        # From other memory the copy would wait for the device.
-        rows = rows.pin_memory().to(device, non_blocking=True)
     keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
-    return _Chosen(weakref.ref(fill), rows, fill.positions[chosen], keys)
+    return _Chosen(weakref.ref(fill), _rows(fill.rows[chosen], device), fill.positions[chosen], keys)
+
+
+def _rows(found: npt.NDArray[np.int64], device: torch.device) -> Tensor | slice:
+    if len(found) and found[-1] - found[0] == len(found) - 1:
+        return slice(int(found[0]), int(found[-1]) + 1)
+    rows = torch.from_numpy(np.ascontiguousarray(found))
+    # From other memory the copy would wait for the device.
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 def _stream(
-    x: Tensor, residual: Tensor | None, rows: Tensor, place: LocationProgram
+    x: Tensor, residual: Tensor | None, rows: Tensor | slice, place: LocationProgram
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """A location's columns of both halves, and a copy of the sum at ``rows``, rounded once."""
     cut = slice(place.first, place.first + place.width)
     hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
-    stream = hidden.index_select(0, rows)
-    if rest is not None:
-        stream = (stream.float() + rest.index_select(0, rows).float()).to(x.dtype)
-    return hidden, rest, stream
+    own = hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows)
+    if rest is None:
+        return hidden, None, own.clone() if isinstance(rows, slice) else own
+    # torch adds numbers of 16 bits in float32 and rounds once.
+    return hidden, rest, own + (rest[rows] if isinstance(rows, slice) else rest.index_select(0, rows))
 
 
 def _name(dtype: torch.dtype) -> str:
