@@ -1,7 +1,7 @@
 """vtaps: YAML intervention specs, compiled to reviewable Python that runs inside vLLM's workers.
 
-``vtaps.load(folder)`` opens a run; ``vtaps.check_file(spec)`` and ``vtaps.run_checked(result, out)`` are what the
-command line calls.
+``vtaps.load(folder)`` opens a run and ``vtaps.plot(folder)`` draws it; ``vtaps.check_file(spec)`` and
+``vtaps.run_checked(result, out)`` are what the command line calls.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vtaps.check import check_file as check_file
     from vtaps.compiling import compile_plan as compile_plan
+    from vtaps.pictures import PlotError as PlotError
+    from vtaps.pictures import plot as plot
     from vtaps.running import run_checked as run_checked
     from vtaps.runtime.results.load import RunError as RunError
     from vtaps.runtime.results.load import RunResult as RunResult
@@ -23,6 +25,8 @@ _WHERE = {
     "check_file": "vtaps.check",
     "compile_plan": "vtaps.compiling",
     "load": "vtaps.runtime.results.load",
+    "plot": "vtaps.pictures",
+    "PlotError": "vtaps.pictures",
     "run_checked": "vtaps.running",
     "RunError": "vtaps.runtime.results.load",
     "RunResult": "vtaps.runtime.results.load",

@@ -15,9 +15,12 @@ from vtaps.codegen.lock import lock_digest
 from vtaps.spec import digests
 
 OURS = frozenset(
-    {".lock", "lock.json", "metrics.parquet", "partial", "reads", "requests.parquet", "run.json", "tokens.parquet"}
-)
-"""Everything a run writes beside the blocks, whose names run.json and the plan say."""
+    {
+        ".lock", "lock.json", "metrics.parquet", "partial", "plot.html", "reads", "requests.parquet", "run.json",
+        "tokens.parquet",
+    }
+)  # fmt: skip
+"""Everything a run writes beside the blocks, whose names run.json and the plan say, and what is drawn of it there."""
 
 
 @dataclass(frozen=True)
