@@ -27,6 +27,8 @@ LINES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7
 DASHES = ("-", "--", ":", "-.")
 CELL = 12
 """Characters of a cell's text."""
+_IDS = re.compile(r'(\bid="|\burl\(#|\bhref="#)')
+"""What stands before an id in an SVG; a colour begins like none of them."""
 LABELS = 40
 """Of an axis, at most; others are left out at even distances."""
 
@@ -53,7 +55,7 @@ def page(figures: Sequence[Figure], title: str, facts: Sequence[tuple[str, str]]
     loader = jinja2.PackageLoader("vtaps", "templates")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     # Ids of one picture's parts are not to be another's.
-    pictures = [re.sub(r'(id="|#)([\w.-]+)(?=["\)])', rf"\g<1>f{i}-\g<2>", svg(f)) for i, f in enumerate(figures)]
+    pictures = [_IDS.sub(rf"\g<1>f{i}-", svg(figure)) for i, figure in enumerate(figures)]
     shown = [
         {"title": _safe(f.title), "caption": _safe(f.caption), "svg": s} for f, s in zip(figures, pictures, strict=True)
     ]

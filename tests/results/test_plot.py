@@ -111,6 +111,7 @@ def test_a_page_stands_alone_and_nothing_in_it_is_markup_of_a_model(run: RunResu
     used = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', made))
     assert {a or b for a, b in used} <= set(ids)
     assert page([heat, heat], HOSTILE, [("model", HOSTILE)]) == made
+    assert set(re.findall(r"#[0-9a-f]{6}\b", svg(heat))) <= set(re.findall(r"#[0-9a-f]{6}\b", made))
 
 
 @pytest.mark.parametrize("title", ["paris", "paris, steered", "lens, france, base: the likeliest token"])
