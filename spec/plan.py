@@ -29,14 +29,16 @@ class EditPlan:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """``ids`` are the token ids of a lens that asks for chosen ones; ``step_rows`` is the most rows that one request
-    selects in one step, ``requests`` how many of the run take the read (0 where no arm lists it)."""
+    """``ids`` are the token ids of a lens that asks for chosen ones, or the features of ``features``; ``step_rows`` is
+    the most rows that one request selects in one step, ``requests`` how many of the run take the read (0 where no arm
+    lists it); ``classes``: the numbers that ``probe`` gives of a row."""
 
     read: Read
     sites: tuple[Site, ...]
     ids: tuple[int, ...] | None = None
     step_rows: int = 0
     requests: int = 0
+    classes: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class PointEdit:
     vector: str | None
     low: float | None = None
     high: float | None = None
+    feature: int | None = None
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,8 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
         "rows": width * ITEM_BYTES[plan.tree.dtype],
         "norm": 4 * count,
         "project": 4 * len(read.read.vectors) * count,
+        "probe": 4 * read.classes * count,
+        "features": 8 * (read.read.top or len(read.read.ids or ())) * count,
         "lens": (8 * (read.read.top or len(read.ids or ())) + 4) * count,
     }.get(read.read.kind)
     return rows * count, None if each is None else rows * each
