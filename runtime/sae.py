@@ -49,13 +49,6 @@ def features_of(program: Program, name: str, edit: EditEntry, site: SiteEntry, u
     )  # fmt: skip
 
 
-def held(sae: Sae, ids: tuple[int, ...] | None) -> tuple[int, int]:
-    """(columns of the encoder that a read needs on the device, their bytes with bias and threshold)."""
-    count = sae.d_sae if ids is None or sae.architecture == "topk" else len(ids)
-    item = 4 if sae.dtype in ("F32", "F64") else 2
-    return count, count * (sae.d_in * item + 4 + (4 if sae.architecture == "jumprelu" else 0))
-
-
 @dataclass
 class Encoder:
     """``weight`` ``[width, columns]`` as the file has it; ``bias`` and ``threshold`` (of jumprelu) float32
@@ -73,7 +66,7 @@ class Encoder:
         for index in ids or ():
             if not 0 <= index < sae.d_sae:
                 raise VectorError("feature", f"{sae.folder} has the features 0 … {sae.d_sae - 1}, not {index}")
-        count, _ = held(sae, ids)
+        count, _ = sae.held(ids)
         some: Any = slice(None) if count == sae.d_sae or ids is None else list(ids)
         weight = sae.tensors["W_enc"].read((slice(None), some))
         bias = sae.tensors["b_enc"].read((some,)).astype(np.float64)
@@ -182,5 +175,5 @@ def predicted(program: Program) -> int:
     for name, read in program.reads.items():
         for site in read.sites if read.sae is not None else ():
             sae = program.load_sae(f"reads.{name}", str(read.sae), program.sites[site])
-            sizes[sae.folder, read.ids] = held(sae, read.ids)[1]
+            sizes[sae.folder, read.ids] = sae.held(read.ids)[1]
     return sum(sizes.values())

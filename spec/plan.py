@@ -111,6 +111,18 @@ class TreeFacts:
 
 
 @dataclass(frozen=True)
+class SaePlan:
+    """An SAE that is used, in its ``folder`` (relative to the spec); ``bytes``: what reads hold of it on the device."""
+
+    name: str
+    folder: str
+    architecture: str
+    d_in: int
+    d_sae: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest,
     ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops; ``everywhere`` is what ``**``
@@ -130,3 +142,4 @@ class Plan:
     outside: Mapping[str, str] = field(default_factory=dict)
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     everywhere: Everywhere | None = None
+    saes: tuple[SaePlan, ...] = ()

@@ -69,7 +69,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     metrics = _known({name: _metric(m, context, found) for name, m in spec.metrics.items()})
     prompts = _prompts(spec, context, found)
     outside = check_vectors(spec, edits, reads, doc, found)
-    outside |= check_saes(spec, edits, reads, tree, doc, found)
+    sae_digests, saes = check_saes(spec, edits, reads, tree, doc, found)
+    outside |= sae_digests
     for group in spec.prompts.values():
         if group.file is not None and (digest := _digest(doc.folder / Path(group.file.file).expanduser())):
             outside[group.file.file] = digest
@@ -112,7 +113,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
-        context.everywhere if every else None,
+        context.everywhere if every else None, saes,
     )  # fmt: skip
     return plan, found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.locations import locate
-from vtaps.spec.plan import EditPlan, ReadPlan
+from vtaps.spec.plan import EditPlan, ReadPlan, SaePlan
 from vtaps.spec.saes import Sae, alias_of, files_of, folder_at, open_sae
 from vtaps.spec.spec import Spec
 from vtaps.spec.tensor_files import VectorError, file_digest
@@ -29,16 +29,23 @@ class _Use:
     whole: str | None = None
     features: tuple[tuple[int, NodePath], ...] = ()
     top: int | None = None
+    reads: bool = False
+
+    @property
+    def read(self) -> tuple[int, ...] | None:
+        """The features that a read asks for, None for the most active."""
+        return tuple(index for index, _ in self.features) or None
 
 
 def check_saes(
     spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], tree: ModelTree, doc: Document,
     found: list[Diagnostic],
-) -> dict[str, str]:  # fmt: skip
-    """VT335 to VT338, VT301 and VT308; returns file → digest of the SAEs that are used."""
+) -> tuple[dict[str, str], tuple[SaePlan, ...]]:  # fmt: skip
+    """VT335 to VT338, VT301 and VT308; returns file → digest of the SAEs that are used, and what they are."""
     digests: dict[str, str] = {}
     opened: dict[str, Sae | None] = {}
     told: set[tuple[str, str, str]] = set()
+    plans: dict[tuple[str, str], set[tuple[int, ...] | None]] = {}
 
     def tell(use: _Use, code: str, message: str, where: NodePath, **more: str | tuple[str, ...] | None) -> None:
         if (key := (use.sae, code, str(where))) not in told:
@@ -67,7 +74,17 @@ def check_saes(
                 tell(use, "VT335", error.message, (*defined.where, "dir"))
         if (sae := opened[folder]) is not None:
             _check(use, sae, tree, doc, tell)
-    return digests
+            plans.setdefault((use.sae, folder), set()).update([use.read] if use.reads else [])
+    return digests, tuple(_planned(plans, opened, spec))
+
+
+def _planned(
+    held: Mapping[tuple[str, str], set[tuple[int, ...] | None]], opened: Mapping[str, Sae | None], spec: Spec
+) -> Iterator[SaePlan]:
+    for (name, folder), reads in sorted(held.items()):
+        if (sae := opened[folder]) is not None:
+            size = sum(sae.held(ids)[1] for ids in reads)
+            yield SaePlan(name, folder, sae.architecture, sae.d_in, sae.d_sae, size)
 
 
 def _uses(spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan]) -> Iterator[_Use]:
@@ -91,13 +108,16 @@ def _uses(spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPla
         features = ((said.index, (*at, "index")), *swept.get(name, ()))
         for site in plan.sites:
             yield _Use(said.sae, site, spec.texts(plan.edit.at), (*at, "sae"), whole, features)
-    for read in reads.values():
+    listed = {name for arm in spec.arms.values() for name in arm.reads}
+    for name, read in reads.items():
         if read.read.sae is None:
             continue
         at = (*read.read.where, "features")
         ids = tuple((i, (*at, "ids", n)) for n, i in enumerate(read.read.ids or ()) if isinstance(i, int))
         for site in read.sites:
-            yield _Use(read.read.sae, site, spec.texts(read.read.at), (*at, "sae"), None, ids, read.read.top)
+            yield _Use(
+                read.read.sae, site, spec.texts(read.read.at), (*at, "sae"), None, ids, read.read.top, name in listed
+            )
     yield from _decoders(spec, edits, reads)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,13 @@ class Sae:
     def dtype(self) -> str:
         """Of the encoder, as safetensors spells it."""
         return self.tensors["W_enc"].dtype
+
+    def held(self, ids: Sequence[int] | None) -> tuple[int, int]:
+        """(columns of the encoder that a read of ``ids``, or of the most active, has on the device; their bytes with
+        bias and threshold)."""
+        count = self.d_sae if ids is None or self.architecture == "topk" else len(ids)
+        item = 4 if self.dtype in ("F32", "F64") else 2
+        return count, count * (self.d_in * item + 4 + (4 if self.architecture == "jumprelu" else 0))
 
     def feature(self, index: int) -> Feature:
         """Raises VectorError (feature, nonfinite)."""

@@ -35,6 +35,9 @@ def describe(plan: Plan) -> str:
         *_everywhere(plan),
         f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
     ]
+    for sae in plan.saes:
+        taken = f", {human(sae.bytes)} of the device for reads" if sae.bytes else ""
+        lines.append(f"  sae       {sae.name}: {sae.architecture} in {sae.folder}, {sae.d_in} × {sae.d_sae}{taken}")
     for name, edit in plan.edits.items():
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}")
         lines += _fusion(plan, name) if plan.mode == "taps" else []

@@ -16,7 +16,7 @@ from vtaps.runtime.lockfile import parse_program  # noqa: E402
 from vtaps.runtime.memory import Limits, predicted  # noqa: E402
 from vtaps.runtime.probes import Probe, applied  # noqa: E402
 from vtaps.runtime.program import LockError  # noqa: E402
-from vtaps.runtime.sae import Encoder, encoders, held  # noqa: E402
+from vtaps.runtime.sae import Encoder, encoders  # noqa: E402
 from vtaps.spec.saes import open_sae  # noqa: E402
 from vtaps.spec.tensor_files import VectorError, file_digest  # noqa: E402
 
@@ -147,7 +147,7 @@ def test_memory_is_what_the_encoders_take(kind: str, dtype: str, item: int, tmp_
     reads = {n: {"kind": "rows", "sites": r["sites"], "tokens": r["tokens"]} for n, r in lock(kind)["reads"].items()}
     without = parse_program(lock(kind, reads=reads), tmp_path)
     more = predicted(with_saes, limits, "float32") - predicted(without, limits, "float32")
-    assert more == runtime.bytes_of(found) == held(sae, None)[1] + held(sae, (4, 2))[1]
+    assert more == runtime.bytes_of(found) == sae.held(None)[1] + sae.held((4, 2))[1]
     idle = parse_program(lock(kind, arms={"x": {"points": [{}]}}), tmp_path)
     # Two features, at two sites, each an encoder and a decoder.
     edits = predicted(with_saes, limits, "float32") - predicted(idle, limits, "float32")
