@@ -120,7 +120,7 @@ def open_sae(base: Path, folder: str) -> Sae:
 
     Raises VectorError (sae).
     """
-    config, weights = (base / Path(name).expanduser() for name in files_of(folder))
+    config, weights = (base / name for name in files_of(folder))
     for path in (config, weights):
         if not path.is_file():
             there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else None
@@ -153,7 +153,7 @@ def _config(path: Path, folder: str) -> dict[str, Any]:
     try:
         must_be_file(path)
         said = json.loads(path.read_text(encoding="utf-8"))
-    except (VectorError, OSError, ValueError) as error:
+    except (VectorError, OSError, ValueError, RecursionError) as error:
         raise VectorError("sae", f"{folder}: {CONFIG} cannot be read: {error}") from error
     if not isinstance(said, dict):
         raise VectorError("sae", f"{folder}: {CONFIG} is no mapping")
@@ -171,7 +171,8 @@ def _architecture(said: Mapping[str, Any], folder: str) -> tuple[str, int | None
     """(architecture, k)"""
     kind = said.get("architecture", "standard")
     function = said.get("activation_fn", said.get("activation_fn_str", "relu"))
-    k = said.get("k", (said.get("activation_fn_kwargs") or {}).get("k"))
+    further = said.get("activation_fn_kwargs")
+    k = said.get("k", further.get("k") if isinstance(further, dict) else None)
     if kind == "standard" and function == "topk":
         kind = "topk"
     elif function not in ("relu", "topk"):
