@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid_rows import COLUMNS, ROWS, Row, groups, spec_text
+from benchmarks.grid_rows import COLUMNS, ROWS, Row, groups, spec_text, uses_sae
 from benchmarks.grid_shapes import Shape
 from vtaps.check import check_file
 from vtaps.codegen import lock as locks
@@ -69,6 +69,10 @@ def compiled(
     text, files = spec_text(start.rows, shape, model, start.mode or "eager", dict(vllm), seed)
     for name, content in {SPEC: text, **files}.items():
         (folder / name).write_text(content, encoding="utf-8")
+    if any(uses_sae(row) for row in start.rows):
+        from benchmarks.grid_sae import write_sae
+
+        write_sae(folder, shape, seed)
     result = check_file(folder / SPEC)
     if result.plan is None:
         raise SpecError("; ".join(f"{d.code}: {d.message}" for d in result.diagnostics if has_errors([d])))

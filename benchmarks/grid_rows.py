@@ -57,6 +57,14 @@ ROWS = {
         Row("project_out_one", "two directions taken out at one layer", "one", ("edits", "project_out_one"), 0.98),
         Row("clamp_one", "one layer clamped along a direction", "one", ("edits", "clamp_one"), 0.98),
         Row("affine_one", "a rank-1 map at one layer", "one", ("edits", "affine_one"), 0.98),
+        Row("feature_one", "an SAE's feature set at one layer", "one", ("edits", "feature_one"), 0.98),
+        Row(
+            "features_top",
+            f"an SAE's top-{TOP} of one layer at every sampled row",
+            "one",
+            ("reads", "features_top"),
+            0.95,
+        ),
         Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
         Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
@@ -149,11 +157,18 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("edits", "project_out_one"): {"at": one, "tokens": "all", "project_out": {"vectors": ["noise", "more"]}},
         ("edits", "clamp_one"): {"at": one, "tokens": "all", "clamp": {"vector": "noise", "min": -1.0, "max": 1.0}},
         ("edits", "affine_one"): {"at": one, "tokens": "all", "affine": {"down": "noise", "up": "noise", "scale": 0.1}},
+        ("edits", "feature_one"): {"at": one, "tokens": "all", "feature": {"sae": "noise", "index": 7, "to": 1.0}},
+        ("reads", "features_top"): {"at": one, "tokens": "sampling", "features": {"sae": "noise", "top": TOP}},
         ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
         ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
     }
     return known[where]
+
+
+def uses_sae(row: Row) -> bool:
+    """Whether the row's spec needs :mod:`benchmarks.grid_sae`."""
+    return row.installs is not None and row.installs[1] in ("feature_one", "features_top")
 
 
 def _vectors(said: Mapping[str, Any]) -> list[str]:
@@ -188,6 +203,8 @@ def spec_text(
                 arms["not_served"] = {"prompts": [load.name], section: [name]}
             if "python" in spec[section][name]:
                 files["edits.py"] = PYTHON
+            if uses_sae(row):
+                spec["saes"] = {"noise": {"dir": "sae"}}
             for number, vector in enumerate(_vectors(spec[section][name])):
                 spec.setdefault("vectors", {})[vector] = {"random": {"seed": seed + number}}
         arm: dict[str, Any] = {"prompts": [load.name], "sampling": sampling(load)}

@@ -48,6 +48,7 @@ def structure(plan: Plan) -> str:
                 own: list[Any] = [edit.edit.verb, verbs.VERSIONS[edit.edit.verb], edit.columns]
                 own += [len(edit.edit.vectors)] if edit.edit.vectors else []
                 own += ["keep_norm"] if edit.edit.keep_norm else []
+                own += [edit.edit.feature.does] if edit.edit.feature is not None else []
                 done.append(own)
             else:
                 read = plan.reads[s.name].read
@@ -132,7 +133,7 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "affine", "python"}
+EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "affine", "feature", "python"}
 
 
 def statements_of(source: str) -> dict[int, tuple[str, str]]:

@@ -13,6 +13,7 @@ from vtaps.spec.expand import digest, expand
 from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
+from vtaps.spec.spec import FeatureUse, Spec
 from vtaps.spec.vector_use import definition
 from vtaps.spec.vllm_version import VLLM_RANGE
 
@@ -75,6 +76,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 **({"vectors": list(p.edit.vectors)} if p.edit.vectors else {}),
                 **({"keep_norm": True} if p.edit.keep_norm else {}),
                 **({"matrices": list(p.edit.matrices)} if p.edit.matrices else {}),
+                **_feature(p.edit.feature, spec),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
@@ -90,6 +92,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "vectors": list(p.read.vectors),
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
+                **({} if p.read.sae is None else {"sae": spec.saes[p.read.sae].dir}),
                 **_python(p.read.python, plan),
             }
             for name, p in reads.items()
@@ -108,7 +111,10 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
             for name, p in plan.metrics.items()
         },
         "vectors": {
-            name: {**definition(spec.vectors[name]), "digest": plan.outside.get(spec.vectors[name].file or "")}
+            name: {
+                **definition(spec.vectors[name], spec.saes),
+                "digest": plan.outside.get(spec.vectors[name].file or ""),
+            }
             for name in sorted(used)
         },
         "prompts": {
@@ -129,6 +135,11 @@ def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:
         return {}
     file, function = named
     return {"python": {"file": file, "function": function, "digest": plan.outside.get(file)}}
+
+
+def _feature(use: FeatureUse | None, spec: Spec) -> dict[str, Any]:
+    """The folder of an edit's SAE and what is done to the feature, which each point names."""
+    return {} if use is None else {"sae": {"dir": spec.saes[use.sae].dir, "does": use.does}}
 
 
 def _forwards(plan: Plan) -> dict[str, Any]:
@@ -177,6 +188,7 @@ def _arm(plan: ArmPlan) -> dict[str, Any]:
                         "coefficient": e.coefficient,
                         "vector": e.vector,
                         **({} if (e.low, e.high) == (None, None) else {"min": e.low, "max": e.high}),
+                        **({} if e.feature is None else {"feature": e.feature}),
                     }
                     for e in point.edits
                 ],

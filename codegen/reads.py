@@ -7,7 +7,10 @@ import libcst as cst
 from vtaps.codegen import nodes
 from vtaps.spec.plan import ReadPlan
 
-CALLS = {"rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens", "python": "python_read"}
+CALLS = {
+    "rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "probe": "probe", "lens": "lens",
+    "features": "features", "python": "python_read",
+}  # fmt: skip
 VERSION = 1
 """Counts changes of what the statements do: part of the structure digest."""
 

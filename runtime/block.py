@@ -20,14 +20,15 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "keep", "lens", "mean", "norm",
-           "project", "project_out", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
+__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "feature", "features", "keep",
+           "lens", "mean", "norm", "probe", "project", "project_out", "python", "python_read", "scale", "set_",
+           "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
-ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
+EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python"]
+ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,12 @@ def affine(
     t.notes.append(Note(name, verb="affine", columns=columns))
 
 
+def feature(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+    """stream += (to − a) d, with d the decoder row of the point's feature and a its activation of the stream; a row
+    that has it already is left alone.  With ``by``, hidden += by · d, in float32, rounded once."""
+    t.notes.append(Note(name, verb="feature"))
+
+
 def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """stream = what the edit's own function makes of it: :mod:`vtaps.runtime.functions`."""
     t.notes.append(Note(name, verb="python"))
@@ -193,6 +200,16 @@ def norm(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> N
 def project(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """Dot product of each row with each of the read's vectors, float32 ``[n, vectors]``."""
     t.notes.append(Note(name, kind="project"))
+
+
+def probe(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+    """Weight · row + bias of each of the read's classes, float32 ``[n, classes]``."""
+    t.notes.append(Note(name, kind="probe"))
+
+
+def features(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+    """The rows for a sparse autoencoder: its encoder follows after the step, many rows in one product."""
+    t.notes.append(Note(name, kind="features"))
 
 
 def mean(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:

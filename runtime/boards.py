@@ -23,6 +23,7 @@ from vtaps.runtime.kernels import (
     ADD_KEEP,
     AFFINE,
     CLAMP,
+    FEATURE,
     KEEP,
     KEEP32,
     LIVE,
@@ -42,11 +43,12 @@ from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
-from vtaps.spec.slots import GATHERED_BYTES, slot_count
+from vtaps.runtime.sae import features_of
+from vtaps.spec.slots import GATHERED_BYTES, HELD_AS_THEY_ARE, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP,
-         "affine": AFFINE}  # fmt: skip
+         "affine": AFFINE, "feature": FEATURE}  # fmt: skip
 
 
 @dataclass
@@ -197,7 +199,7 @@ class Boards:
                     ring = rings[note.name]
                     memory, index = _place(ring, name)
                     board.set_read(row, memory, index)
-                    code = KEEP if note.kind in ("rows", "lens") else KEEP32
+                    code = KEEP if note.kind in HELD_AS_THEY_ARE else KEEP32
                     statements.append(Statement(code, columns["read", note.name], row, False))
                 if not parts or isinstance(parts[-1], Note):
                     parts.append([])
@@ -217,7 +219,7 @@ class Boards:
     def _edit(self, board: Board, row: int, site: SiteEntry, note: Note, column: int) -> Statement:
         program, edit = self.program, self.program.edits[note.name]
         uses = program.uses_of[note.name]
-        order = program.vectors_of[note.name] if edit.verb in USES_VECTOR else ()
+        order = program.vectors_of[note.name] if edit.verb in USES_VECTOR or edit.sae is not None else ()
         coefficients = np.zeros(len(uses) + 1, np.float32)
         index = np.full(len(uses) + 1, -1, np.int32)
         bounds = np.zeros((2, len(uses) + 1), np.float32)
@@ -226,9 +228,15 @@ class Boards:
             coefficients[number] = 1.0 if use.coefficient is None else use.coefficient
             bounds[:, number] = (-np.inf if use.low is None else use.low, np.inf if use.high is None else use.high)
             if site.name in use.sites:
-                index[number] = used.setdefault(use.vector, len(used)) if use.vector in order and use.vector else 0
-        vectors = None
-        if used or (edit.vectors and (index >= 0).any()):
+                index[number] = used.setdefault(use.operand, len(used)) if use.operand in order and use.operand else 0
+        vectors = up = bias = None
+        if edit.sae is not None and used:
+            found = features_of(program, note.name, edit, site, tuple(used))
+            vectors, up = (self._put(table) for table in (found.encoders, found.decoders))
+            bounds[:, index >= 0] = found.bounds[:, index[index >= 0]]
+            if edit.sae[1] == "by":
+                vectors, up = up, None
+        elif used or (edit.vectors and (index >= 0).any()):
             vectors = self._put(self._vectors(note, site, tuple(str(name) for name in used)))
         mask = None
         if note.columns is not None:
@@ -236,8 +244,8 @@ class Boards:
             for a, b in note.columns:
                 chosen[a:b] = 1
             mask = self._put(chosen)
-        limits = self._put(bounds) if edit.verb == "clamp" else None
-        up = bias = None
+        code = ADD_KEEP if note.keep_norm else ADD if edit.sae is not None and edit.sae[1] == "by" else CODES[edit.verb]
+        limits = self._put(bounds) if code in (CLAMP, FEATURE) else None
         rank = max(1, len(edit.vectors))
         if edit.matrices and (index >= 0).any():
             down, ups, biases = self.program.load_affine(edit.matrices, site)
@@ -246,7 +254,6 @@ class Boards:
                 down, ups = down * (chosen != 0), ups * (chosen != 0)
             vectors, up, bias = self._put(down), self._put(ups), self._put(biases)
         board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits, up, bias)
-        code = ADD_KEEP if note.keep_norm else CODES[edit.verb]
         return Statement(code, column, row, mask is not None, rank)
 
     def _vectors(self, note: Note, site: SiteEntry, used: tuple[str, ...]) -> Any:
@@ -270,7 +277,7 @@ class Boards:
         by_width: dict[int, list[str]] = {}
         for site in sites:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
-        kept = self.dtype if kind in ("rows", "lens") else torch.float32
+        kept = self.dtype if kind in HELD_AS_THEY_ARE else torch.float32
         count = self._slots[key]
         if kind == "python":
             # How wide and of what kind its slots are is known once the function has been called: see `keep`.

@@ -22,8 +22,10 @@ from torch import Tensor
 from vtaps.runtime.fills import Fill, MetricFill
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.marks import Marks
+from vtaps.runtime.probes import Probe, applied
 from vtaps.runtime.program import Program
 from vtaps.runtime.rings import Ring, Taken, neighbours, sorter
+from vtaps.runtime.sae import Encoder, encoded
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import sums_of
 
@@ -33,13 +35,13 @@ GATHERED_BYTES = 4 << 20
 """A ring is emptied once this much has gathered, or half of its slots are taken: what is still there when the last
 request ends is waited for."""
 LENS_ROWS = 32
-"""Rows of the stream that go through the unembedding together, where there are as many."""
+"""Rows of the stream that go through the unembedding, or an SAE's encoder, together, where there are as many."""
 PIECE_BYTES = 32 << 20
 """What leaves in one copy at most."""
 ON_WAY_BYTES = 1 << 30
 """What has left the device and is not sorted yet, at most: where the rows go to a disk that is slower, steps wait."""
 GATHERED_METRICS = 256
-FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project", "python": "python"}
+FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project", "probe": "probe", "python": "python"}
 
 
 @dataclass
@@ -60,16 +62,17 @@ class Harvest:
         program: Program,
         device: torch.device,
         lens: Lens | None,
-        probes: Mapping[str, Mapping[str, Tensor]],
+        probes: Mapping[str, Mapping[str, Probe]],
         grow: Callable[[Ring, int], None],
         spool: Spool,
+        saes: Mapping[str, Mapping[str, Encoder]],
     ) -> None:
-        """``probes``: read → site → float32 ``[vectors, width]``; ``grow``: :meth:`Boards.grow`; ``spool``: where the
-        rows wait to be collected."""
+        """``probes`` and ``saes``: by read and site; ``grow``: :meth:`Boards.grow`; ``spool``: where the rows wait to
+        be collected."""
         self.program, self.spool = program, spool
         self._grow = grow
         self.lens = lens
-        self._probes = {name: dict(sites) for name, sites in probes.items()}
+        self._probes, self._saes = probes, saes
         # On the device once: an index from the host would wait for the device in every step.
         self._ids = {name: torch.tensor(metric.ids, device=device) for name, metric in program.metrics.items()}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -150,7 +153,7 @@ class Harvest:
             ring = taken.ring
             rows = taken.repeats * taken.count
             rows += sum(t.repeats * t.count for t in self._waiting.get(ring.key, ()))
-            if ring.kind == "lens":
+            if ring.kind in ("lens", "features"):
                 enough = rows * ring.sites >= LENS_ROWS
             else:
                 enough = rows * ring.row_bytes >= GATHERED_BYTES
@@ -245,13 +248,9 @@ class Harvest:
                 self._send_sums(sites, memory, run, after)
                 continue
             start, stop = run[0].start, run[-1].stop
-            if ring.kind == "lens":
-                assert self.lens is not None, "a program with a lens has its norm"
-                entry = self.program.reads[ring.read]
+            if ring.kind in ("lens", "features"):
                 with self._aside(after):
-                    rows = memory[start:stop]
-                    found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
-                    fields = {n: v.unflatten(0, (stop - start, len(sites))) for n, v in found.items()}
+                    fields = self._looked(ring, sites, memory[start:stop])
                 deliver = sorter(ring, sites, list(fields), run, start, "float32", self.spool)
                 self._send(list(fields.values()), deliver, after, run[0].step)
                 continue
@@ -268,15 +267,21 @@ class Harvest:
             event = self._stream.record_event()
             self._leaving.append((ring, run[0].start, run[-1].stop, event))
 
+    def _looked(self, ring: Ring, sites: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
+        """``rows`` ``[n, sites, width]`` → what a lens or an SAE makes of them, each field ``[n, sites, …]``."""
+        entry = self.program.reads[ring.read]
+        if ring.kind == "features":
+            return encoded(rows, [self._saes[ring.read][site] for site in sites], entry.top)
+        assert self.lens is not None, "a program with a lens has its norm"
+        found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
+        return {n: v.unflatten(0, rows.shape[:2]) for n, v in found.items()}
+
     def _reduced(self, ring: Ring, sites: Sequence[str], rows: Tensor) -> Tensor:
         """``rows`` ``[n, sites, width]`` → what the read keeps of each, ``[n, sites, …]``."""
         if ring.kind == "norm":
             return torch.linalg.vector_norm(rows, dim=-1)
-        if ring.kind == "project":
-            probes = torch.stack([self._probes[ring.read][s] for s in sites])
-            # A matrix product would let a row's rounding depend on how many rows there are.
-            dots = [torch.sum(rows * probes[:, v], dim=-1) for v in range(probes.shape[1])]
-            return torch.stack(dots, dim=-1)
+        if ring.kind in ("project", "probe"):
+            return applied(rows, [self._probes[ring.read][s] for s in sites])
         return rows
 
     def _send_sums(self, sites: tuple[str, ...], memory: Tensor, run: Sequence[Taken], after: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12]
 """What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient,
 s = x + r in float32, and u orthonormal vectors:
 
@@ -34,8 +34,9 @@ s = x + r in float32, and u orthonormal vectors:
 | PROJECT_OUT | | s − Σ c · (s · u) · u | 0 |
 | CLAMP | | s + (clip(s · u, low, high) − s · u) · u; left alone within the bounds | 0 |
 | AFFINE | | s + Σ c · (s · a + bias) · b, over the pairs of vectors a and b | 0 |
+| FEATURE | | s + (c − f) · b, f = s · a + bias where that is above the threshold, else 0; left alone where f is c | 0 |
 
-The last four sum over a row: lengths and products in float32, over the columns of the statement's mask.
+The last five sum over a row: lengths and products in float32, over the columns of the statement's mask.
 """
 
 KEEP: Final[Code] = 0
@@ -48,6 +49,7 @@ ADD_KEEP: Final[Code] = 6
 PROJECT_OUT: Final[Code] = 7
 CLAMP: Final[Code] = 8
 AFFINE: Final[Code] = 9
+FEATURE: Final[Code] = 12
 
 DIRECTIONS: Final = 16
 """PROJECT_OUT takes at most as many vectors; the language's schema says so too."""
@@ -164,8 +166,9 @@ class Board:
 
     - an edit: address of the coefficients, float32 ``[points + 1]``; of the vector index, int32 ``[points + 1]`` (-1
       where the point does not edit at this location; entry 0 is never used); of the vectors, float32 ``[n, width]`` (of
-      PROJECT_OUT ``[n · rank, width]``), or 0; of the mask, uint8 ``[width]``, or 0; of CLAMP's bounds, float32
-      ``[2, points + 1]``, or 0; how long each of them is; of AFFINE's b like the vectors, or 0; of its bias, or 0;
+      PROJECT_OUT ``[n · rank, width]``), or 0; of the mask, uint8 ``[width]``, or 0; of CLAMP's bounds, or FEATURE's
+      biases and thresholds, float32 ``[2, points + 1]``, or 0; how long each of them is; of b of AFFINE and FEATURE
+      like the vectors, or 0; of AFFINE's bias, or 0;
     - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part.
 
     ``seen``: int32 ``[locations]``, the launches so far.

@@ -10,6 +10,7 @@ from vtaps.runtime.kernels import (
     ADD,
     ADD_KEEP,
     AFFINE,
+    FEATURE,
     KEEP32,
     PROJECT_OUT,
     PROOF,
@@ -56,6 +57,14 @@ def edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | None
             for k in range(statement.rank):
                 u = board.tensors[vectors_at].index_select(0, index * statement.rank + k)
                 after = after - coefficient * (own * u).sum(-1, keepdim=True) * u
+        elif statement.code == FEATURE:
+            a = board.tensors[vectors_at].index_select(0, index)
+            b = board.tensors[int(board.descriptors[statement.descriptor, 6])].index_select(0, index)
+            bias, threshold = board.tensors[bounds_at].index_select(1, picked).unsqueeze(2)
+            product = (own * a).sum(-1, keepdim=True) + bias
+            by = coefficient - torch.where(product > threshold, product, 0.0)
+            after = total + by * b
+            here = here & (by != 0)
         else:
             u = board.tensors[vectors_at].index_select(0, index)
             low, high = board.tensors[bounds_at].index_select(1, picked).unsqueeze(2)

@@ -28,6 +28,7 @@ SET = tl.constexpr(kernels.SET)
 ADD_KEEP = tl.constexpr(kernels.ADD_KEEP)
 PROJECT_OUT = tl.constexpr(kernels.PROJECT_OUT)
 AFFINE = tl.constexpr(kernels.AFFINE)
+FEATURE = tl.constexpr(kernels.FEATURE)
 WORDS = tl.constexpr(kernels.WORDS)
 MOST = tl.constexpr(kernels.DIRECTIONS)
 PROOF = tl.constexpr(kernels.PROOF)
@@ -118,7 +119,7 @@ def tap(
                 own = tl.where(here, total, 0.0)
                 vectors = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(tl.float32)), 16)
                 vector = vectors + found[i][2].to(tl.int64) * (WIDTH * RANKS[i]) + cols
-                if CODES[i] == ADD_KEEP or CODES[i] == PROJECT_OUT or CODES[i] == AFFINE:
+                if CODES[i] == ADD_KEEP or CODES[i] == PROJECT_OUT or CODES[i] == AFFINE or CODES[i] == FEATURE:
                     coefficients = tl.load(place).to(tl.pointer_type(tl.float32))
                     coefficient = tl.load(coefficients + value, mask=active, other=0.0)
                 if CODES[i] == ADD_KEEP:
@@ -144,6 +145,19 @@ def tap(
                         if k < RANKS[i]:
                             u = tl.load(vector + k * WIDTH, mask=inside & active, other=0.0)
                             changed = changed - coefficient * tl.sum(own * u) * u
+                elif CODES[i] == FEATURE:
+                    decoders = tl.multiple_of(tl.load(place + 6).to(tl.pointer_type(tl.float32)), 16)
+                    b_at = decoders + found[i][2].to(tl.int64) * WIDTH + cols
+                    a = tl.load(vector, mask=inside & active, other=0.0)
+                    b = tl.load(b_at, mask=inside & active, other=0.0)
+                    limits = tl.load(place + 4).to(tl.pointer_type(tl.float32))
+                    points = tl.load(place + 5)
+                    bias = tl.load(limits + value, mask=active, other=0.0)
+                    threshold = tl.load(limits + points + value, mask=active, other=0.0)
+                    p = tl.sum(own * a) + bias
+                    by = coefficient - tl.where(p > threshold, p, 0.0) + tl.zeros([BLOCK], tl.float32)
+                    changed = total + by * b
+                    here = here & (by != 0)
                 else:
                     u = tl.load(vector, mask=inside & active, other=0.0)
                     bounds = tl.load(place + 4).to(tl.pointer_type(tl.float32))

@@ -30,6 +30,7 @@ from vtaps.spec.rows import Rows
 from vtaps.spec.source import parse_op
 
 MODES = ("taps", "eager")
+DOES = ("to", "by")
 SITE_MODES = ("recorded", "break", "hook", "eager")
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         mode=mode,
         tap_memory=(lock.get("engine") or {}).get("tap_memory"),
         forwards=_each(lock, "forwards", _forward),
+        outside=dict(lock.get("outside") or {}),
     )
     _check_names(program)
     return program
@@ -142,7 +144,8 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     matrices = tuple(data.get("matrices") or ())
     if verb == "affine" and not 2 <= len(matrices) <= 3:
         raise ValueError("affine has no down and up")
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python)
+    sae = (str(data["sae"]["dir"]), _one_of(data["sae"]["does"], DOES, "does")) if verb == "feature" else None
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python, sae)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -162,6 +165,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
         requests=None if data.get("requests") is None else int(data["requests"]),
         python=_python(data["python"]) if kind == "python" else None,
+        sae=str(data["sae"]) if kind == "features" else None,
     )
 
 
@@ -176,11 +180,19 @@ def _metric(name: str, data: Mapping[str, Any]) -> MetricEntry:
 def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
     def uses(point: Mapping[str, Any]) -> tuple[PointEdit, ...]:
         found = (
-            PointEdit(e["edit"], tuple(e["sites"]), e.get("coefficient"), e.get("vector"), e.get("min"), e.get("max"))
+            PointEdit(
+                e["edit"],
+                tuple(e["sites"]),
+                e.get("coefficient"),
+                e.get("vector"),
+                e.get("min"),
+                e.get("max"),
+                e.get("feature"),
+            )
             for e in point.get("edits") or ()
         )
         # An identity touches no row: its vector may even be NaN.
-        return tuple(e for e in found if e.edit not in edits or not is_identity(edits[e.edit].verb, e.coefficient))
+        return tuple(e for e in found if e.edit not in edits or not _identity(edits[e.edit], e.coefficient))
 
     points = tuple(
         Point(
@@ -195,6 +207,10 @@ def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
         points=points,
         sampling=dict(data.get("sampling") or {}),
     )
+
+
+def _identity(edit: EditEntry, coefficient: float | None) -> bool:
+    return is_identity(edit.verb, coefficient, None if edit.sae is None else edit.sae[1])
 
 
 def _check_names(program: Program) -> None:
@@ -214,8 +230,10 @@ def _check_names(program: Program) -> None:
     for name, read in program.reads.items():
         known(f"reads.{name}", read.sites, "sites", program.sites)
         known(f"reads.{name}", read.vectors, "vectors", program.vectors)
-        if read.kind == "lens" and (read.top is None) == (read.ids is None):
-            raise LockError(f"reads.{name}", "a lens has either top or ids")
+        if read.kind in ("lens", "features") and (read.top is None) == (read.ids is None):
+            raise LockError(f"reads.{name}", f"{'a lens' if read.kind == 'lens' else read.kind} has either top or ids")
+        if read.kind == "probe" and not 1 <= len(read.vectors) <= 2:
+            raise LockError(f"reads.{name}", "a probe has a weight, and a bias or none")
         if read.kind == "lens" and program.lens_norm is None:
             raise LockError("lens", f"reads.{name} needs the path of the final norm")
     for name, arm in program.arms.items():
@@ -232,6 +250,8 @@ def _check_names(program: Program) -> None:
                 verb = program.edits[edit_use.edit].verb
                 if verb in USES_VECTOR and edit_use.vector is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
+                if verb == "feature" and edit_use.feature is None:
+                    raise LockError(entry, f"{edit_use.edit} ({verb}) has no feature")
                 if verb not in WITHOUT_COEFFICIENT and edit_use.coefficient is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no coefficient")
                 if edit_use.vector is not None:

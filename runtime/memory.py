@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vtaps.runtime import sae
 from vtaps.runtime.program import USES_VECTOR, Program
 from vtaps.spec.slots import HELD_STEPS, allotted, row_bytes, slot_rows
 
@@ -71,7 +72,7 @@ def _needs(program: Program, limits: Limits, dtype: str) -> dict[str, tuple[int,
 
 
 def predicted(program: Program, limits: Limits, dtype: str) -> int:
-    """Bytes of slots, row tables and vectors; ``dtype``: the model's.  Raises TapMemoryError."""
+    """Bytes of slots, row tables, vectors and SAEs; ``dtype``: the model's.  Raises TapMemoryError, LockError."""
     needs = _needs(program, limits, dtype)
     total = sum(n * needs[key][1] for key, n in slots(program, limits, dtype).items() if not _later(program, key))
     for sampled, rows in ((False, limits.rows), (True, limits.requests)):
@@ -79,10 +80,12 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
         uses = sum(any(program.sites[s].sampled == sampled for s in sites) for sites in places)
         total += 4 * rows * (1 + uses) if uses else 0
     for name, edit in program.edits.items():
-        if edit.verb in USES_VECTOR or edit.vectors:
+        if edit.verb in USES_VECTOR or edit.vectors or edit.sae is not None:
             used = program.used_at.get(name, {})
-            count = {site: len(edit.vectors or vectors) for site, vectors in used.items()}
+            # Of a feature that is set to a value, what encodes it and what decodes it.
+            each = 2 if edit.sae is not None and edit.sae[1] == "to" else 1
+            count = {site: each * len(edit.vectors or vectors) for site, vectors in used.items()}
             total += sum(4 * n * program.sites[site].width for site, n in count.items())
         for site in program.used_at.get(name, {}) if edit.matrices else ():
             total += sum(table.nbytes for table in program.load_affine(edit.matrices, program.sites[site]))
-    return total
+    return total + sae.predicted(program)

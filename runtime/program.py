@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
-from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_vector
+from vtaps.spec.saes import Sae, files_of, folder_at, open_sae
+from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_probe, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python"]
+VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python")
 WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
 USES_VECTOR = ("add", "set", "clamp")
-Kind = Literal["rows", "mean", "norm", "project", "lens", "python"]
-KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens", "python")
+Kind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
+KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "probe", "lens", "features", "python")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 METRICS: tuple[MetricKind, ...] = ("logprob", "logit_diff", "rank")
 
@@ -66,7 +67,8 @@ class ForwardEntry:
 @dataclass(frozen=True)
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
-    file, the function in it, the file's sha256."""
+    file, the function in it, the file's sha256; ``sae``: the folder of ``feature``'s SAE and what is done, ``to`` or
+    ``by``."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -75,12 +77,14 @@ class EditEntry:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str, str | None] | None = None
+    sae: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class ReadEntry:
     """``step_rows``: the most rows that one request selects in one step; ``requests``: how many of the run take them.
-    None where that was not worked out.  ``python`` as in :class:`EditEntry`."""
+    None where that was not worked out.  ``vectors``: of ``project``, or weight and bias of ``probe``; ``python`` as in
+    :class:`EditEntry`; ``sae``: the folder of ``features``, whose features ``ids`` and ``top`` count."""
 
     kind: Kind
     sites: tuple[str, ...]
@@ -91,6 +95,7 @@ class ReadEntry:
     step_rows: int | None = None
     requests: int | None = None
     python: tuple[str, str, str | None] | None = None
+    sae: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,12 @@ class PointEdit:
     vector: str | None
     low: float | None = None
     high: float | None = None
+    feature: int | None = None
+
+    @property
+    def operand(self) -> str | None:
+        """What it takes out of a file: a vector's name, or a feature's number."""
+        return self.vector if self.feature is None else str(self.feature)
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,9 @@ class Program:
     mode: str = "eager"
     tap_memory: int | None = None
     forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    saes: dict[str, Sae] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
 
     def point(self, arm: str, point: int) -> Point:
@@ -239,26 +252,26 @@ class Program:
 
     @cached_property
     def vectors_of(self) -> Mapping[str, tuple[str, ...]]:
-        """Edit → the vectors its points name, in order: what a row's vector index counts."""
+        """Edit → the vectors, or features, its points name, in order: what a row's vector index counts."""
         found: dict[str, dict[str, None]] = {name: {} for name in self.edits}
         for arm in self.arms.values():
             for point in arm.points:
                 for edit in point.edits:
-                    if edit.vector is not None:
-                        found[edit.edit][edit.vector] = None
+                    if edit.operand is not None:
+                        found[edit.edit][edit.operand] = None
         return {name: tuple(vectors) for name, vectors in found.items()}
 
     @cached_property
     def used_at(self) -> Mapping[str, Mapping[str, frozenset[str]]]:
-        """Edit → site → the vectors that some point uses there."""
+        """Edit → site → the vectors, or features, that some point uses there."""
         found: dict[str, dict[str, set[str]]] = {}
         for arm in self.arms.values():
             for point in arm.points:
                 for edit in point.edits:
                     for site in edit.sites:
                         names = found.setdefault(edit.edit, {}).setdefault(site, set())
-                        if edit.vector is not None:
-                            names.add(edit.vector)
+                        if edit.operand is not None:
+                            names.add(edit.operand)
         return {e: {s: frozenset(v) for s, v in sites.items()} for e, sites in found.items()}
 
     def load_vector(self, name: str, site: SiteEntry) -> Floats:
@@ -266,7 +279,9 @@ class Program:
         definition = self.vectors[name]
         entry = f"vectors.{name}"
         try:
-            if definition.get("random") is None:
+            if definition.get("sae") is not None:
+                self.load_sae(entry, str(definition["sae"]), site)
+            elif definition.get("random") is None:
                 self._check_digest(entry, definition)
             return read_vector(definition, self.folder, site.layer, site.width)
         except VectorError as error:
@@ -274,13 +289,41 @@ class Program:
 
     def load_affine(self, names: Sequence[str], site: SiteEntry) -> tuple[Floats, Floats, Floats]:
         """Down and up, float32 ``[rank, width]``, and bias ``[rank]``.  Raises LockError."""
-        for name in names:
-            if self.vectors[name].get("random") is None:
-                self._check_digest(f"vectors.{name}", self.vectors[name])
+        self._check_digests(names, site)
         try:
             return read_affine([self.vectors[n] for n in names], names, self.folder, site.layer, site.width)
         except VectorError as error:
             raise LockError(f"vectors.{names[0]}", f"{error.message} (used at {site.name})") from error
+
+    def load_probe(self, names: Sequence[str], site: SiteEntry) -> tuple[Floats, Floats]:
+        """Weight, float32 ``[classes, width]``, and bias ``[classes]``.  Raises LockError."""
+        self._check_digests(names, site)
+        try:
+            return read_probe([self.vectors[n] for n in names], names, self.folder, site.layer, site.width)
+        except VectorError as error:
+            raise LockError(f"vectors.{names[0]}", f"{error.message} (used at {site.name})") from error
+
+    def load_sae(self, entry: str, folder: str, site: SiteEntry) -> Sae:
+        """The SAE in ``folder`` for a site, its files' digests checked once.  Raises LockError."""
+        try:
+            folder = folder_at(folder, site.layer)
+            for file in files_of(folder):
+                self._check_digest(entry, {"file": file, "digest": self.outside.get(file)})
+            if folder not in self.saes:
+                self.saes[folder] = open_sae(self.folder, folder)
+        except VectorError as error:
+            raise LockError(entry, f"{error.message} (used at {site.name})") from error
+        if (sae := self.saes[folder]).d_in != site.width:
+            raise LockError(entry, f"{folder} is {sae.d_in} wide; {site.width} is needed at {site.name}")
+        return sae
+
+    def _check_digests(self, names: Sequence[str], site: SiteEntry) -> None:
+        for name in names:
+            entry, definition = f"vectors.{name}", self.vectors[name]
+            if definition.get("sae") is not None:
+                self.load_sae(entry, str(definition["sae"]), site)
+            elif definition.get("random") is None:
+                self._check_digest(entry, definition)
 
     def _check_digest(self, entry: str, definition: Mapping[str, Any]) -> None:
         expected, file = definition.get("digest"), str(definition["file"])

@@ -32,9 +32,10 @@ class Request:
 @dataclass(frozen=True)
 class ReadRows:
     """One read at one site for one request.  ``positions`` [rows] int64, sorted; ``values`` maps a field to an
-    array whose first axis is rows: ``rows`` [rows, width]; ``norm`` [rows]; ``project`` [rows, vectors]; ``ids``,
-    ``logits`` [rows, k] and ``logsumexp`` [rows]; ``mean`` [1, width] with ``count`` [1] (positions then lists the
-    rows that went into it).  bfloat16 arrays travel as ml_dtypes-free uint16 bits with ``dtype`` saying so."""
+    array whose first axis is rows: ``rows`` [rows, width]; ``norm`` [rows]; ``project`` [rows, vectors]; ``probe``
+    [rows, classes]; ``ids``, ``logits`` [rows, k] and ``logsumexp`` [rows]; ``ids``, ``activations`` [rows, k];
+    ``mean`` [1, width] with ``count`` [1] (positions then lists the rows that went into it).  bfloat16 arrays travel as
+    ml_dtypes-free uint16 bits with ``dtype`` saying so."""
 
     positions: npt.NDArray[np.int64]
     values: Mapping[str, npt.NDArray[Any]]

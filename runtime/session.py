@@ -25,9 +25,11 @@ from vtaps.runtime.live import Batch, RequestKey, Scheduled
 from vtaps.runtime.lockfile import load_program
 from vtaps.runtime.manifest import Manifest, import_block
 from vtaps.runtime.memory import Limits
+from vtaps.runtime.probes import probes
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
 from vtaps.runtime.rowtable import RowTable
+from vtaps.runtime.sae import bytes_of, encoders
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
@@ -89,8 +91,7 @@ class Session:
         self.device = next(model.parameters()).device
         self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        lens, probes = self._lens(self.program), self._probes(self.program)
-        self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
+        self.harvest = self._harvest(self.program)
         self.at = [
             _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
         ]
@@ -119,13 +120,23 @@ class Session:
             raise LockError("block.structure", "it is of another structure; start another engine")
         # Whatever may be refused comes before anything is changed.
         boards = Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes)
-        lens, probes = self._lens(new.program), self._probes(new.program)
+        harvest = self._harvest(new.program)
         self.boards.adopt(boards)
         self.neutral()
         self.harvest.close()
         self.manifest, self.program, self.block, self.table = manifest, new.program, new.block, new.table
         self.functions = new.functions
-        self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
+        self.harvest = harvest
+
+    def _harvest(self, program: Program) -> Harvest:
+        lens, found, saes = self._lens(program), probes(program, self.device), encoders(program, self.device)
+        self._sae_bytes = bytes_of(saes)
+        return Harvest(program, self.device, lens, found, self.boards.grow, self.spool, saes)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all tables, vectors, slots and SAEs."""
+        return self.boards.bytes + self._sae_bytes
 
     def _lens(self, program: Program) -> Lens | None:
         if program.lens_norm is None:
@@ -211,14 +222,6 @@ class Session:
             return place.notes()
         except Exception as error:
             raise BlockFault(describe(error, place, self.program)) from error
-
-    def _probes(self, program: Program) -> dict[str, dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, read in program.reads.items():
-            for site in read.sites if read.kind == "project" else ():
-                rows = [program.load_vector(v, program.sites[site]) for v in read.vectors]
-                found.setdefault(name, {})[site] = torch.from_numpy(np.stack(rows)).to(self.device)
-        return found
 
     def _quietly(self, compute_logits: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """The unembedding may be a location too, and the lens is not to see it."""
@@ -372,7 +375,7 @@ class Session:
             "locations": list(self.installed),
             "recorded": sorted(self.recorded),
             "breaks": sorted(self.breaks),
-            "tap_bytes": self.boards.bytes,
+            "tap_bytes": self.bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
             "pid": os.getpid(),
         }

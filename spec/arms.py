@@ -16,10 +16,10 @@ from vtaps.spec.spec import Arm, Axis, Spec
 FIELDS = {
     "add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (),
     "project_out": ("scale",), "affine": ("scale",), "clamp": ("vector", "min", "max"), "python": (),
+    "feature": ("to", "by", "index"),
 }  # fmt: skip
-COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by", "project_out": "scale", "affine": "scale"}
 IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0, "affine": 0.0}
-NUMBERS = ("scale", "by", "min", "max")
+NUMBERS = ("scale", "by", "to", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def _paths(arm: Arm, spec: Spec) -> list[str]:
     for name in arm.edits:
         if name in spec.edits:
             verb = spec.edits[name].verb
-            out += [f"{name}.at", f"{name}.on", *(f"{name}.{verb}.{f}" for f in FIELDS[verb])]
+            use = spec.edits[name].feature
+            fields = FIELDS[verb] if use is None else (use.does, "index")
+            out += [f"{name}.at", f"{name}.on", *(f"{name}.{verb}.{f}" for f in fields)]
     return out + [f"{name}.start" for name in arm.overrides if name in spec.overrides]
 
 
@@ -149,6 +151,8 @@ def _wrong(kind: str, value: Any) -> str | None:
         return f"{value!r} is neither true nor false"
     if kind == "vector" and not isinstance(value, str):
         return f"{value!r} is not the name of a vector"
+    if kind == "index" and (type(value) is not int or value < 0):
+        return f"{value!r} is not a feature (0, 1, …)"
     if kind == "start" and (type(value) is not int or value < 0):
         return f"{value!r} is not a step (0, 1, …)"
     return None
@@ -178,16 +182,21 @@ def _point(
             vector=own.get("vector", edit.vector),
             low=own.get("min", edit.low),
             high=own.get("max", edit.high),
+            feature=None if edit.feature is None else own.get("index", edit.feature.index),
         )
-        if (key := COEFFICIENTS.get(edit.verb)) in own:
-            point = replace(point, coefficient=own[key])
-        if own.get("on", True) and not is_identity(edit.verb, point.coefficient):
+        if edit.coefficient is not None and edit.coefficient_key in own:
+            point = replace(point, coefficient=own[edit.coefficient_key])
+        does = None if edit.feature is None else edit.feature.does
+        if own.get("on", True) and not is_identity(edit.verb, point.coefficient, does):
             acting.append(point)
     return Point(values, tuple(acting), tuple(starts.items()))
 
 
-def is_identity(verb: str, coefficient: float | None) -> bool:
-    """Whether the verb changes nothing at this coefficient: such an edit stores nothing and is not expected to act."""
+def is_identity(verb: str, coefficient: float | None, does: str | None = None) -> bool:
+    """Whether the verb changes nothing at this coefficient: such an edit stores nothing and is not expected to act.
+    ``does``: what ``feature`` does, ``to`` or ``by``."""
+    if does == "by":
+        return coefficient == 0.0
     return verb in IDENTITY and coefficient == IDENTITY[verb]
 
 

@@ -73,6 +73,10 @@ CODES: dict[str, Code] = {
     "VT322": Code("a Python function cannot be used"),
     "VT323": Code("a vector has no direction of its own"),
     "VT324": Code("the bounds do not fit"),
+    "VT335": Code("a sparse autoencoder cannot be used"),
+    "VT336": Code("the SAE has no such feature"),
+    "VT337": Code("the SAE was trained at another place", "warning"),
+    "VT338": Code("the edit needs the whole SAE"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

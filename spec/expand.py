@@ -10,7 +10,7 @@ import yaml
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.sizes import exact
-from vtaps.spec.spec import MATRICES, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+from vtaps.spec.spec import MATRICES, PROBE, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
 from vtaps.spec.yaml import scalar
 
 
@@ -66,6 +66,7 @@ def expand(spec: Spec) -> dict[str, Any]:
             "tap_memory": exact(spec.engine.tap_memory),
             "vllm": dict(sorted(spec.engine.vllm.items())),
         },
+        **({"saes": each(spec.saes, lambda sae: {"dir": sae.dir})} if spec.saes else {}),
         "vectors": each(spec.vectors, _vector),
         "taps": each(spec.taps, _at),
         "reads": each(spec.reads, read_of),
@@ -82,7 +83,7 @@ def to_yaml(expanded: dict[str, Any]) -> str:
     """YAML 1.2 text, one definition a line.  Texts that older readers would take for something else are quoted."""
     shaped: dict[str, Any] = {}
     for section, value in expanded.items():
-        if section in ("vectors", "reads", "edits", "overrides", "metrics", "arms") and value:
+        if section in ("saes", "vectors", "reads", "edits", "overrides", "metrics", "arms") and value:
             shaped[section] = {k: _Flow(v) for k, v in value.items()}
         elif isinstance(value, dict) and section in ("model", "engine", "sampling"):
             shaped[section] = _Flow(value)
@@ -131,6 +132,8 @@ def rows_of(rows: Rows) -> Any:
 def _vector(vector: Vector) -> dict[str, Any]:
     if vector.random:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
+    if vector.sae is not None:
+        return {"sae": vector.sae, "feature": vector.feature} | ({} if vector.norm is None else {"norm": vector.norm})
     out: dict[str, Any] = {"file": vector.file}
     if vector.tensor is not None:
         out["tensor"] = vector.tensor
@@ -158,8 +161,12 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["max"] = edit.high
     if edit.keep_norm:
         body["keep_norm"] = True
+    if edit.feature is not None:
+        body |= {"sae": edit.feature.sae, "index": edit.feature.index}
     if edit.coefficient is not None:
-        body["by" if edit.verb == "scale" else "scale"] = edit.coefficient
+        body[edit.coefficient_key] = edit.coefficient
+    if edit.feature is not None:
+        body["error"] = edit.feature.error
     if edit.heads is not None:
         body["heads"] = written(edit.heads)
     if edit.dims is not None:
@@ -178,6 +185,11 @@ def read_of(read: Read) -> dict[str, Any]:
         out["norm"] = True
     elif read.kind == "project":
         out["project"] = _Flow({"vectors": list(read.vectors)})
+    elif read.kind == "probe":
+        out["probe"] = _Flow(dict(zip(PROBE, read.vectors, strict=False)))
+    elif read.kind == "features":
+        chosen = {"top": read.top} if read.top is not None else {"ids": list(read.ids or ())}
+        out["features"] = _Flow({"sae": read.sae, **chosen})
     elif read.kind == "lens":
         out["lens"] = _Flow({"top": read.top} if read.top is not None else {"ids": list(read.ids or ())})
     elif read.python is not None:

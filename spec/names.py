@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from vtaps.spec.aliases import ALIASES
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
-from vtaps.spec.spec import MATRICES, Spec
+from vtaps.spec.spec import MATRICES, PROBE, Spec
 
 KINDS = {
+    "saes": "SAE",
     "vectors": "vector",
     "taps": "tap",
     "reads": "read",
@@ -42,11 +43,19 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
             yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")
         for key, vector in zip(MATRICES, edit.matrices, strict=False):
             yield "vectors", vector, (*edit.where, edit.verb, key)
+        if edit.feature is not None:
+            yield "saes", edit.feature.sae, (*edit.where, edit.verb, "sae")
         for i, vector in enumerate(edit.vectors):
             yield "vectors", vector, (*edit.where, edit.verb, "vectors", i)
     for read in spec.reads.values():
         for i, name in enumerate(read.vectors):
-            yield "vectors", name, (*read.where, "project", "vectors", i)
+            said = ("probe", PROBE[i]) if read.kind == "probe" else ("project", "vectors", i)
+            yield "vectors", name, (*read.where, *said)
+        if read.sae is not None:
+            yield "saes", read.sae, (*read.where, "features", "sae")
+    for defined_by in spec.vectors.values():
+        if defined_by.sae is not None:
+            yield "saes", defined_by.sae, (*defined_by.where, "sae")
     for item in spec.selecting():
         for rows in item.tokens.parts():
             if rows.after is not None:

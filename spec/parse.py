@@ -12,12 +12,14 @@ from vtaps.spec.rows import WORDS, Interval, Rows
 from vtaps.spec.sizes import parse_size
 from vtaps.spec.spec import (
     MATRICES,
+    PROBE,
     TAP_MEMORY,
     Arm,
     At,
     Axis,
     Edit,
     EngineRef,
+    FeatureUse,
     Metric,
     ModelRef,
     Override,
@@ -25,16 +27,17 @@ from vtaps.spec.spec import (
     PromptFile,
     PromptGroup,
     Read,
+    Sae,
     Spec,
     Vector,
 )
 
-VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
+VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python")
 SCALED = ("add", "set", "project_out", "affine")
 PROMPT_KINDS = ("text", "chat", "ids")
 METRIC_KINDS = ("logprob", "logit_diff", "rank")
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
-SECTIONS = ("vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts", "arms")
+SECTIONS = ("saes", "vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts", "arms")
 
 T = TypeVar("T")
 
@@ -100,6 +103,7 @@ def parse(doc: Document, found: list[Diagnostic] | None = None) -> Spec | None:
         arms=each("arms", _arm),
         sampling={**SAMPLING_DEFAULTS, **data.get("sampling", {})},
         broken=broken,
+        saes=each("saes", lambda name, value, where: Sae(name, where, value["dir"])),
     )
 
 
@@ -108,6 +112,8 @@ def _vector(name: str, data: Mapping[str, Any], where: NodePath) -> Vector:
         draw = data["random"] or {}
         return Vector(name, where, seed=int(draw.get("seed", 0)), norm=float(draw.get("norm", 1.0)))
     norm = None if "norm" not in data else float(data["norm"])
+    if "sae" in data:
+        return Vector(name, where, norm=norm, sae=data["sae"], feature=data["feature"])
     return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"), norm=norm)
 
 
@@ -153,7 +159,7 @@ def _word(text: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
-    coefficient = body.get("scale", 1.0) if verb in SCALED else body.get("by")
+    coefficient = body.get("scale", 1.0) if verb in SCALED else body.get("to", body.get("by"))
     return Edit(
         name=name,
         where=where,
@@ -170,7 +176,12 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         keep_norm=bool(body.get("keep_norm")),
         matrices=tuple(body[key] for key in MATRICES if key in body),
         python=_function(data["python"]) if verb == "python" else None,
+        feature=_feature(body) if verb == "feature" else None,
     )
+
+
+def _feature(body: Mapping[str, Any]) -> FeatureUse:
+    return FeatureUse(body["sae"], body["index"], "to" if "to" in body else "by", body.get("error", "keep"))
 
 
 def _function(text: str) -> tuple[str, str]:
@@ -186,6 +197,12 @@ def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
         return replace(read, kind="norm")
     if "project" in data:
         return replace(read, kind="project", vectors=tuple(data["project"]["vectors"]))
+    if "probe" in data:
+        return replace(read, kind="probe", vectors=tuple(data["probe"][key] for key in PROBE if key in data["probe"]))
+    if "features" in data:
+        said = data["features"]
+        ids = tuple(said["ids"]) if "ids" in said else None
+        return replace(read, kind="features", sae=said["sae"], top=said.get("top"), ids=ids)
     if "lens" in data:
         lens = data["lens"]
         return replace(read, kind="lens", top=lens.get("top"), ids=tuple(lens["ids"]) if "ids" in lens else None)

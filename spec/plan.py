@@ -29,14 +29,16 @@ class EditPlan:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """``ids`` are the token ids of a lens that asks for chosen ones; ``step_rows`` is the most rows that one request
-    selects in one step, ``requests`` how many of the run take the read (0 where no arm lists it)."""
+    """``ids`` are the token ids of a lens that asks for chosen ones, or the features of ``features``; ``step_rows`` is
+    the most rows that one request selects in one step, ``requests`` how many of the run take the read (0 where no arm
+    lists it); ``classes``: the numbers that ``probe`` gives of a row."""
 
     read: Read
     sites: tuple[Site, ...]
     ids: tuple[int, ...] | None = None
     step_rows: int = 0
     requests: int = 0
+    classes: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class PointEdit:
     vector: str | None
     low: float | None = None
     high: float | None = None
+    feature: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,18 @@ class TreeFacts:
 
 
 @dataclass(frozen=True)
+class SaePlan:
+    """An SAE that is used, in its ``folder`` (relative to the spec); ``bytes``: what reads hold of it on the device."""
+
+    name: str
+    folder: str
+    architecture: str
+    d_in: int
+    d_sae: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest,
     ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops; ``everywhere`` is what ``**``
@@ -127,3 +142,4 @@ class Plan:
     outside: Mapping[str, str] = field(default_factory=dict)
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     everywhere: Everywhere | None = None
+    saes: tuple[SaePlan, ...] = ()

@@ -28,12 +28,13 @@ from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, 
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
 from vtaps.spec.rows import Interval, Rows, merge
+from vtaps.spec.sae_use import check_saes
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
-from vtaps.spec.vector_use import check_vectors
+from vtaps.spec.vector_use import check_vectors, classes_of
 
 T = TypeVar("T")
 
@@ -68,6 +69,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     metrics = _known({name: _metric(m, context, found) for name, m in spec.metrics.items()})
     prompts = _prompts(spec, context, found)
     outside = check_vectors(spec, edits, reads, doc, found)
+    sae_digests, saes = check_saes(spec, edits, reads, tree, doc, found)
+    outside |= sae_digests
     for group in spec.prompts.values():
         if group.file is not None and (digest := _digest(doc.folder / Path(group.file.file).expanduser())):
             outside[group.file.file] = digest
@@ -90,6 +93,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
             p,
             step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)),
             requests=sum(one.n for one in readings(name, arms, prompts, overrides)),
+            classes=classes_of(p, spec, doc),
         )
         for name, p in reads.items()
     }
@@ -109,7 +113,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
-        context.everywhere if every else None,
+        context.everywhere if every else None, saes,
     )  # fmt: skip
     return plan, found
 
@@ -223,7 +227,7 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
 def _numbers(edit: Edit, doc: Document) -> list[Diagnostic]:
     """VT104 for a number that is not finite, VT324 for bounds that bound nothing."""
     where = (*edit.where, edit.verb)
-    said = {"by" if edit.verb == "scale" else "scale": edit.coefficient, "min": edit.low, "max": edit.high}
+    said = {edit.coefficient_key: edit.coefficient, "min": edit.low, "max": edit.high}
     found = [
         Diagnostic("VT104", f"{key} must be a finite number", doc.at(*where, key))
         for key, value in said.items()
@@ -285,6 +289,8 @@ def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> 
     before = len(found)
     sites = _sites(read.at, spec, context, found)
     ids: tuple[int, ...] | None = None
+    if read.kind == "features" and read.ids is not None:
+        ids = tuple(int(i) for i in read.ids)
     if read.kind == "lens":
         stray = [s for s in sites if not (s.alias or "").startswith(("resid_", "embed"))]
         if stray:

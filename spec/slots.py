@@ -14,6 +14,9 @@ GATHERED_STEPS = 64
 GATHERED_BYTES = 64 << 20
 """Where a step selects little, slots are there for up to this many steps and bytes: rows then leave many together."""
 
+HELD_AS_THEY_ARE = ("rows", "lens", "features")
+"""Kinds of reads whose slots are in the model's dtype; the others are in float32."""
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,7 +48,7 @@ def allotted(needs: Mapping[str, tuple[int, int]], allowed: int | None) -> dict[
 def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
     """Bytes on the device of one row of a read at locations of these ``widths``.
 
-    Rows, and those that a lens is taken of, are held in the model's ``dtype``.  Norms, dot products and means need the
-    unrounded stream, so their rows are held whole in float32.
+    Rows, and those that a lens or an SAE is taken of, are held in the model's ``dtype``.  Norms, dot products
+    and means need the unrounded stream, so their rows are held whole in float32.
     """
-    return sum(widths) * (ITEM_BYTES[dtype] if kind in ("rows", "lens") else 4)
+    return sum(widths) * (ITEM_BYTES[dtype] if kind in HELD_AS_THEY_ARE else 4)

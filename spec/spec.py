@@ -12,9 +12,9 @@ from typing import Any, Literal
 from vtaps.spec.document import NodePath
 from vtaps.spec.rows import Interval, Rows
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python"]
 Sees = Literal["before_edits", "after_edits"]
-ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
+ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 PromptKind = Literal["text", "chat", "ids"]
 
@@ -42,7 +42,8 @@ class EngineRef:
 
 @dataclass(frozen=True)
 class Vector:
-    """A vector by file or by a seeded draw; ``norm``: what it is scaled to.  See ``vtaps.spec.vectors``."""
+    """A vector by file, by a seeded draw, or a decoder row of an SAE; ``norm``: what it is scaled to.  See
+    ``vtaps.spec.vectors``."""
 
     name: str
     where: NodePath
@@ -51,10 +52,32 @@ class Vector:
     row: int | None = None
     seed: int | None = None
     norm: float | None = None
+    sae: str | None = None
+    feature: int | None = None
 
     @property
     def random(self) -> bool:
         return self.seed is not None
+
+
+@dataclass(frozen=True)
+class Sae:
+    """A sparse autoencoder by the folder of its files, which may name the ``{layer}``.  See ``vtaps.spec.saes``."""
+
+    name: str
+    where: NodePath
+    dir: str
+
+
+@dataclass(frozen=True)
+class FeatureUse:
+    """Feature ``index`` of ``sae`` is set ``to`` a value, or moved ``by`` one; ``error``: what the SAE does not explain
+    of the row is kept, or dropped."""
+
+    sae: str
+    index: int
+    does: Literal["to", "by"]
+    error: Literal["keep", "drop"] = "keep"
 
 
 @dataclass(frozen=True)
@@ -68,13 +91,16 @@ class At:
 MATRICES = ("down", "up", "bias")
 """The fields of ``affine`` that name tensors, in the order of :attr:`Edit.matrices`."""
 
+PROBE = ("weight", "bias")
+"""The fields of ``probe``, in the order of :attr:`Read.vectors`."""
+
 
 @dataclass(frozen=True)
 class Edit:
-    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine`` and ``by`` of ``scale``; None
-    elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``;
-    ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of ``add``.  ``heads`` and
-    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine``, ``by`` of ``scale``, and ``to``
+    or ``by`` of ``feature``; None elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high``
+    the bounds of ``clamp``; ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of
+    ``add``.  ``heads`` and ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -91,11 +117,18 @@ class Edit:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str] | None = None
+    feature: FeatureUse | None = None
+
+    @property
+    def coefficient_key(self) -> str:
+        """How the spec calls the coefficient."""
+        return self.feature.does if self.feature is not None else "by" if self.verb == "scale" else "scale"
 
 
 @dataclass(frozen=True)
 class Read:
-    """``python``: (file, function)."""
+    """``vectors`` are those of ``project``, or weight and bias of ``probe``; ``top`` and ``ids`` are tokens of
+    ``lens``, features of ``features``; ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -107,6 +140,7 @@ class Read:
     top: int | None = None
     ids: tuple[int | str, ...] | None = None
     python: tuple[str, str] | None = None
+    sae: str | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +230,7 @@ class Spec:
     arms: Mapping[str, Arm]
     sampling: Mapping[str, Any]
     broken: frozenset[NodePath] = frozenset()
+    saes: Mapping[str, Sae] = field(default_factory=dict)
 
     def selecting(self) -> Iterator[Read | Edit | Metric]:
         """Everything that selects rows."""

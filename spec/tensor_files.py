@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from vtaps.spec import digests
 from vtaps.spec.torch_files import TorchFileError, TorchTensor, read_torch
 
-Kind = Literal["missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous", "direction"]
+Kind = Literal[
+    "missing", "unreadable", "tensor", "width", "nonfinite", "ambiguous", "direction", "sae", "feature"
+]  # fmt: skip
 
 FLOATING = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 """safetensors dtypes that a vector may have, with the numpy dtype of their bytes."""
@@ -181,6 +183,45 @@ def _raw(path: Path, name: str) -> npt.NDArray[np.uint16]:
         start, stop = json.loads(file.read(size))[name]["data_offsets"]
         file.seek(8 + size + start)
         return np.frombuffer(file.read(stop - start), "<u2")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A floating tensor of a safetensors file, of which parts are read; ``dtype`` in safetensors' spelling."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bits: npt.NDArray[Any]
+
+    def read(self, part: tuple[Any, ...]) -> npt.NDArray[np.float32]:
+        """The numbers at ``part`` (an index of numpy's; ``()``: all), float32 and contiguous."""
+        found = np.ascontiguousarray(self.bits[part])
+        with np.errstate(over="ignore"):
+            return _widened(found) if self.dtype == "BF16" else found.astype(np.float32)
+
+
+def map_tensors(path: Path) -> dict[str, Mapped]:
+    """The tensors of a safetensors file, mapped into memory: what is not read is not loaded.
+
+    Raises VectorError (missing, unreadable, tensor).
+    """
+    infos = tensors_in(path)
+    strange = sorted(name for name, info in infos.items() if info.dtype not in FLOATING)
+    if strange:
+        name = strange[0]
+        raise VectorError("tensor", f"{spelled(path, name)} is {infos[name].dtype}, which is not floating point")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    out = {}
+    for name, info in infos.items():
+        kind = np.dtype(FLOATING[info.dtype]).newbyteorder("<")
+        start = 8 + size + header[name]["data_offsets"][0]
+        # An empty tensor cannot be mapped.
+        empty = 0 in info.shape
+        bits = np.empty(info.shape, kind) if empty else np.memmap(path, kind, "r", start, info.shape)
+        out[name] = Mapped(info.dtype, info.shape, bits)
+    return out
 
 
 def spelled(path: Path, name: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.plan import EditPlan, ReadPlan
-from vtaps.spec.spec import MATRICES, Spec, Vector
+from vtaps.spec.spec import MATRICES, PROBE, Sae, Spec, Vector
 from vtaps.spec.tree import Site
 from vtaps.spec.vectors import (
     Floats,
@@ -16,6 +16,7 @@ from vtaps.spec.vectors import (
     directions,
     file_digest,
     read_affine,
+    read_probe,
     read_vector,
     tensors_in,
 )
@@ -28,14 +29,18 @@ CODES = {
     "width": "VT301",
     "nonfinite": "VT308",
     "direction": "VT323",
+    "sae": "VT335",
+    "feature": "VT336",
 }
 
 
-def definition(vector: Vector) -> dict[str, Any]:
+def definition(vector: Vector, saes: Mapping[str, Sae]) -> dict[str, Any]:
     """The vector as the lock writes it and ``read_vector`` takes it."""
     if vector.random:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
     scaled = {} if vector.norm is None else {"norm": vector.norm}
+    if vector.sae is not None:
+        return {"sae": saes[vector.sae].dir, "feature": vector.feature, **scaled}
     return {"file": vector.file, "tensor": vector.tensor, "row": vector.row, **scaled}
 
 
@@ -63,6 +68,8 @@ def _uses(
             for site in plan.sites:
                 yield vector, site, where
     for read in reads.values():
+        if read.read.kind == "probe":
+            continue
         for i, vector in enumerate(read.read.vectors):
             for site in read.sites:
                 yield vector, site, (*read.read.where, "project", "vectors", i)
@@ -77,7 +84,8 @@ def check_vectors(
     good: set[tuple[str, int | None, int]] = set()
 
     def tell(vector: Vector, kind: str, message: str, where: NodePath) -> None:
-        if (vector.name, kind) in told:
+        # What is wrong with an SAE is said there: vtaps.spec.sae_use.
+        if (vector.name, kind) in told or (vector.sae is not None and kind != "direction"):
             return
         told.add((vector.name, kind))
         at_use = kind in ("width", "direction") or vector.file is None
@@ -98,7 +106,7 @@ def check_vectors(
                 tell(vector, error.kind, error.message, vector.where)
     swept = _swept(spec)
     for name, site, where in _uses(spec, edits, reads, swept):
-        if name not in spec.vectors:
+        if _unusable(name, spec):
             continue
         vector = spec.vectors[name]
         if "{layer}" in (vector.tensor or "") and _through_resid_pre(spec, str(where[0]), str(where[1])):
@@ -112,7 +120,7 @@ def check_vectors(
         if key in good:
             continue
         try:
-            read_vector(definition(vector), doc.folder, site.layer, site.width)
+            read_vector(definition(vector, spec.saes), doc.folder, site.layer, site.width)
             good.add(key)
         except VectorError as error:
             message = error.message + (f" ({site.name})" if error.kind in ("width", "tensor") else "")
@@ -120,12 +128,48 @@ def check_vectors(
     for plan in edits.values():
         _check_directions(plan, swept.get(plan.edit.name, []), spec, doc, good, tell)
         _check_affine(plan, spec, doc, tell)
+    for read in reads.values():
+        _check_probe(read, spec, doc, tell)
     return digests
+
+
+def _check_probe(plan: ReadPlan, spec: Spec, doc: Document, tell: Callable[..., None]) -> None:
+    read, names = plan.read, plan.read.vectors
+    if read.kind != "probe" or any(_unusable(name, spec) for name in names):
+        return
+    for site in plan.sites:
+        where = (*read.where, "probe", "weight")
+        if site.width is None:
+            tell(spec.vectors[names[0]], "width", f"the width of {site.name} is not known before the run", where)
+            return
+        try:
+            read_probe(
+                [definition(spec.vectors[n], spec.saes) for n in names], names, doc.folder, site.layer, site.width
+            )
+        except VectorError as error:
+            named = next((n for n in names if error.message.startswith(f"{n} ")), names[0])
+            where = (*read.where, "probe", PROBE[names.index(named)])
+            tell(spec.vectors[named], error.kind, f"{error.message} ({site.name})", where)
+            return
+
+
+def _unusable(name: str, spec: Spec) -> bool:
+    """Whether a vector, or its SAE, is not defined: that has a finding already."""
+    return name not in spec.vectors or spec.vectors[name].sae not in (None, *spec.saes)
+
+
+def classes_of(plan: ReadPlan, spec: Spec, doc: Document) -> int:
+    """How many numbers a ``probe`` that was checked gives of a row; 1 for other reads."""
+    read, site = plan.read, plan.sites[0]
+    if read.kind != "probe":
+        return 1
+    defined = [definition(spec.vectors[n], spec.saes) for n in read.vectors]
+    return len(read_probe(defined, read.vectors, doc.folder, site.layer, site.width or 0)[0])
 
 
 def _check_affine(plan: EditPlan, spec: Spec, doc: Document, tell: Callable[..., None]) -> None:
     edit, names = plan.edit, plan.edit.matrices
-    if not names or any(name not in spec.vectors for name in names):
+    if not names or any(_unusable(name, spec) for name in names):
         return
     for site in plan.sites:
         where = (*edit.where, edit.verb, "down")
@@ -133,7 +177,9 @@ def _check_affine(plan: EditPlan, spec: Spec, doc: Document, tell: Callable[...,
             tell(spec.vectors[names[0]], "width", f"the width of {site.name} is not known before the run", where)
             return
         try:
-            read_affine([definition(spec.vectors[n]) for n in names], names, doc.folder, site.layer, site.width)
+            read_affine(
+                [definition(spec.vectors[n], spec.saes) for n in names], names, doc.folder, site.layer, site.width
+            )
         except VectorError as error:
             named = next((n for n in names if error.message.startswith(n)), names[0])
             key = MATRICES[names.index(named)]
@@ -159,7 +205,9 @@ def _check_directions(
         for site in plan.sites:
             if site.width is None or any((name, site.layer, site.width) not in good for name in names):
                 continue
-            read = [read_vector(definition(spec.vectors[n]), doc.folder, site.layer, site.width) for n in names]
+            read = [
+                read_vector(definition(spec.vectors[n], spec.saes), doc.folder, site.layer, site.width) for n in names
+            ]
             fault = _without_direction(read, names, plan, site)
             if fault is not None:
                 count, message = fault

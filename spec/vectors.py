@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vtaps.spec.saes import folder_at, open_sae
 from vtaps.spec.tensor_files import TensorInfo as TensorInfo
 from vtaps.spec.tensor_files import VectorError as VectorError
 from vtaps.spec.tensor_files import array_in, spelled
@@ -22,27 +23,33 @@ def read_vector(definition: Mapping[str, Any], folder: Path, layer: int | None, 
     """The vector ``definition`` names at a site of ``layer``: float32 ``[width]``, finite.
 
     ``definition`` is ``{"file", "tensor"?, "row"?, "norm"?}`` (``file`` relative to ``folder``; ``norm``: the L2 norm
-    that it is scaled to) or ``{"random": {"seed", "norm"}}``.
+    that it is scaled to), ``{"sae", "feature", "norm"?}`` (a decoder row; ``sae``: the folder) or
+    ``{"random": {"seed", "norm"}}``.
 
     Raises VectorError.
     """
     if definition.get("random") is not None:
         random = definition["random"]
         return draw(int(random.get("seed", 0)), float(random.get("norm", 1.0)), layer, width)
-    path = folder / str(definition["file"])
-    name = tensor_name(definition, layer)
-    with np.errstate(over="ignore"):
-        vector = _row(array_in(path, name), definition.get("row"), path, name).astype(np.float32)
+    if definition.get("sae") is not None:
+        sae = open_sae(folder, folder_at(str(definition["sae"]), layer))
+        vector, said = sae.decoder(int(definition["feature"])), f"feature {definition['feature']} of {sae.folder}"
+    else:
+        path = folder / str(definition["file"])
+        name = tensor_name(definition, layer)
+        said = spelled(path, name)
+        with np.errstate(over="ignore"):
+            vector = _row(array_in(path, name), definition.get("row"), path, name).astype(np.float32)
     if vector.shape[0] != width:
-        raise VectorError("width", f"{spelled(path, name)} is {vector.shape[0]} wide; {width} is needed here")
+        raise VectorError("width", f"{said} is {vector.shape[0]} wide; {width} is needed here")
     bad = int(np.count_nonzero(~np.isfinite(vector)))
     if bad:
-        raise VectorError("nonfinite", f"{spelled(path, name)} holds {bad} values that are not finite")
+        raise VectorError("nonfinite", f"{said} holds {bad} values that are not finite")
     if (norm := definition.get("norm")) is None:
         return vector
     length = float(np.linalg.norm(vector.astype(np.float64)))
     if not length:
-        raise VectorError("direction", f"{spelled(path, name)} is zero: it cannot be scaled to a norm of {norm:g}")
+        raise VectorError("direction", f"{said} is zero: it cannot be scaled to a norm of {norm:g}")
     scaled: Floats = (vector.astype(np.float64) * (norm / length)).astype(np.float32)
     return scaled
 
@@ -71,17 +78,10 @@ def read_affine(
 
     Raises VectorError.
     """
-    tables = []
-    for definition, said in zip(definitions[:2], names, strict=False):
-        found = _numbers(definition, folder, layer, width)
-        if found.ndim == 1:
-            found = found[None]
-        if found.ndim != 2 or width not in found.shape:
-            raise VectorError("width", f"{said} has the shape {list(found.shape)}; [rank, {width}] is needed here")
-        if found.shape == (width, width):
-            raise VectorError("width", f"{said} is square: which of its axes is the location's cannot be told")
-        tables.append(found if found.shape[1] == width else np.ascontiguousarray(found.T))
-    down, up = tables
+    down, up = (
+        _two_axes(_numbers(definition, folder, layer, width), said, "rank", width)
+        for definition, said in zip(definitions[:2], names, strict=False)
+    )
     if len(down) != len(up):
         raise VectorError("width", f"{names[0]} has rank {len(down)} and {names[1]} rank {len(up)}")
     if len(down) > RANK:
@@ -94,9 +94,38 @@ def read_affine(
     return down, up, bias
 
 
+def read_probe(
+    definitions: Sequence[Mapping[str, Any]], names: Sequence[str], folder: Path, layer: int | None, width: int
+) -> tuple[Floats, Floats]:
+    """What ``probe`` reads at a site of ``layer``: (weight ``[classes, width]``, bias ``[classes]``), float32, finite.
+    In the file the weight of several classes has two axes, in either order; without a second definition the bias is
+    zero.
+
+    Raises VectorError.
+    """
+    weight = _two_axes(_numbers(definitions[0], folder, layer, width), names[0], "classes", width)
+    if len(definitions) < 2:
+        return weight, np.zeros(len(weight), np.float32)
+    bias = _numbers(definitions[1], folder, layer, len(weight)).reshape(-1)
+    if bias.shape != (len(weight),):
+        raise VectorError("width", f"{names[1]} has {len(bias)} numbers; the classes of {names[0]} are {len(weight)}")
+    return weight, bias
+
+
+def _two_axes(found: Floats, said: str, what: str, width: int) -> Floats:
+    """``[what, width]``, from either order; one axis is one of them.  Raises VectorError."""
+    if found.ndim == 1:
+        found = found[None]
+    if found.ndim != 2 or width not in found.shape:
+        raise VectorError("width", f"{said} has the shape {list(found.shape)}; [{what}, {width}] is needed here")
+    if found.shape == (width, width):
+        raise VectorError("width", f"{said} is square: which of its axes is the location's cannot be told")
+    return found if found.shape[1] == width else np.ascontiguousarray(found.T)
+
+
 def _numbers(definition: Mapping[str, Any], folder: Path, layer: int | None, width: int) -> Floats:
     """A tensor of any shape, float32; one drawn at random, or with a norm of its own, is one vector."""
-    if definition.get("random") is not None or definition.get("norm") is not None:
+    if any(definition.get(key) is not None for key in ("random", "sae", "norm")):
         return read_vector(definition, folder, layer, width)
     path, name = folder / str(definition["file"]), tensor_name(definition, layer)
     found = array_in(path, name)

@@ -35,6 +35,9 @@ def describe(plan: Plan) -> str:
         *_everywhere(plan),
         f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
     ]
+    for sae in plan.saes:
+        taken = f", {human(sae.bytes)} of the device for reads" if sae.bytes else ""
+        lines.append(f"  sae       {sae.name}: {sae.architecture} in {sae.folder}, {sae.d_in} × {sae.d_sae}{taken}")
     for name, edit in plan.edits.items():
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}")
         lines += _fusion(plan, name) if plan.mode == "taps" else []
@@ -171,6 +174,8 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
         "rows": width * ITEM_BYTES[plan.tree.dtype],
         "norm": 4 * count,
         "project": 4 * len(read.read.vectors) * count,
+        "probe": 4 * read.classes * count,
+        "features": 8 * (read.read.top or len(read.read.ids or ())) * count,
         "lens": (8 * (read.read.top or len(read.ids or ())) + 4) * count,
     }.get(read.read.kind)
     return rows * count, None if each is None else rows * each

@@ -48,7 +48,7 @@ class ReadArray:
         sites = tuple(read["sites"])
         tensors = {site: read_header(run.path / read["sites"][site])[1] for site in sites}
         fields = tuple(read["fields"])
-        preferred = ("rows", "mean", "norm", "project", "logits", "python")
+        preferred = ("rows", "mean", "norm", "project", "probe", "logits", "activations", "python")
         field = next((f for f in preferred if f in fields), fields[0] if fields else "rows")
         return ReadArray(name, read["kind"], rows, sites, field, run, tensors)
 
@@ -60,8 +60,8 @@ class ReadArray:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of what is kept of a row: ``rows``; ``mean``, ``count``; ``norm``; ``project``; ``ids``, ``logits``,
-        ``logsumexp``; ``python``."""
+        """Names of what is kept of a row: ``rows``; ``mean``, ``count``; ``norm``; ``project``; ``probe``; ``ids``,
+        ``logits``, ``logsumexp``; ``ids``, ``activations``; ``python``."""
         return tuple(self._run.info["reads"][self.name]["fields"])
 
     @property
@@ -188,7 +188,7 @@ class ReadArray:
         return ReadDiff(a, b, one, other, np.array([partner[k] for k in keys], np.int64), field)
 
     def _own_ids(self) -> bool:
-        """Whether each row of a lens keeps its own top ids."""
+        """Whether each row of a lens, or of features, keeps its own top ids."""
         return self._run.lock["reads"][self.name].get("top") is not None
 
     def _field(self, field: str | None) -> str:

@@ -53,9 +53,10 @@ def facts_of(lock: Lock, request: Request) -> Facts:
     )
 
 
-def acts_nowhere(verb: str, entry: Mapping[str, Any]) -> bool:
+def acts_nowhere(edit: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     """Whether an edit of a point changes nothing, so that the worker leaves it out."""
-    return not entry["sites"] or is_identity(verb, entry.get("coefficient"))
+    does = (edit.get("sae") or {}).get("does")
+    return not entry["sites"] or is_identity(edit["verb"], entry.get("coefficient"), does)
 
 
 def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
@@ -75,7 +76,7 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
             found = found[found >= facts.prompt - 1]
         return np.unique(found)
 
-    acting = {e["edit"]: e for e in point["edits"] if not acts_nowhere(lock["edits"][e["edit"]]["verb"], e)}
+    acting = {e["edit"]: e for e in point["edits"] if not acts_nowhere(lock["edits"][e["edit"]], e)}
     used = {e["edit"] for p in arm["points"] for e in p["edits"]}
     none = np.empty(0, np.int64)
     generated = len(completion.token_ids)

@@ -25,11 +25,13 @@ FLOATS: Mapping[str, tuple[str, ...]] = {
     "mean": ("mean",),
     "norm": ("norm",),
     "project": ("project",),
+    "probe": ("probe",),
     "lens": ("logits", "logsumexp"),
+    "features": ("activations",),
     "python": ("python",),
 }
 """The fields of a read, by its kind, that must be finite; the first of them must not be all zero, but what a function
-of the user's gave may be."""
+of the user's gave may be, and the activations of features."""
 
 NAN = "nothing but NaN"
 
@@ -206,7 +208,7 @@ def _faults_of(kind: str, rows: ReadRows, count: int) -> Iterator[tuple[str, Int
         at = positions if len(positions) == len(zero) else positions[: len(zero)]
         if not finite.all():
             yield "not finite", at[~finite[: len(at)]]
-        if i == 0 and zero.any() and kind != "python":
+        if i == 0 and zero.any() and kind not in ("python", "features"):
             yield "all zero", at[zero[: len(at)]]
 
 

@@ -295,9 +295,8 @@ def _idle(lock: Lock, counted: Mapping[tuple[str, str, str], tuple[int, int, int
     for (section, name, arm), (fired, expected, requests) in counted.items():
         if section != "edit" or fired or expected or name not in lock["edits"]:
             continue
-        verb = lock["edits"][name]["verb"]
         entries = [e for p in lock["arms"][arm]["points"] for e in p["edits"] if e["edit"] == name]
-        if all(acts_nowhere(verb, e) for e in entries):
+        if all(acts_nowhere(lock["edits"][name], e) for e in entries):
             continue
         message = f"edit {name} never acted in arm {arm}: its rows select nothing in {requests} completions"
         yield Finding("VT311", f"edit {name}", arm, message, lock["edits"][name].get("line"))

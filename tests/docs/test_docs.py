@@ -61,7 +61,8 @@ def test_specs_of_the_manual_are_good(where: str, tmp_path: Path, monkeypatch: p
     text = SPECS[where]
     assert MODEL in text, f"a spec of the manual uses {MODEL}, so that a reader can run it"
     text = text.replace(f"path: {MODEL}", f"path: {DATA / 'configs' / 'smollm2'}, tokenizer: {DATA / 'tokenizer'}")
-    (tmp_path / "vectors").symlink_to(ROOT / "examples" / "vectors")
+    for folder in ("vectors", "saes"):
+        (tmp_path / folder).symlink_to(ROOT / "examples" / folder)
     for file in (*(ROOT / "examples").glob("*.jsonl"), *(ROOT / "examples" / f for f in ("edits.py", "probes.py"))):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
@@ -126,7 +127,7 @@ def test_the_page_of_a_verb_shows_its_block(verb: str, tmp_path: Path, monkeypat
     seed_cache(tmp_path / "cache", monkeypatch)
     text = SPECS[f"{page_id(page)}:0"]
     text = text.replace(f"path: {MODEL}", f"path: {DATA / 'configs' / 'smollm2'}, tokenizer: {DATA / 'tokenizer'}")
-    for name in ("vectors", "edits.py"):
+    for name in ("vectors", "saes", "edits.py"):
         (tmp_path / name).symlink_to(ROOT / "examples" / name)
     (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
     plan = check_file(tmp_path / "spec.yaml").plan
@@ -145,7 +146,16 @@ def test_examples_are_whole(spec: Path) -> None:
 
 
 def test_there_are_examples_and_specs() -> None:
-    assert {p.stem for p in EXAMPLES} >= {"paris", "lens", "heads", "chat", "projections", "python", "probe"}
+    assert {p.stem for p in EXAMPLES} >= {
+        "paris",
+        "lens",
+        "heads",
+        "chat",
+        "projections",
+        "python",
+        "probe",
+        "features",
+    }
     assert len(SPECS) >= len(VERBS) + 2
 
 

@@ -71,8 +71,8 @@ ON_GPU: dict[str, Any] = (
 )
 
 CALLS = {
-    "rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "lens": "lens",
-    "python": "python_read",
+    "rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "probe": "probe", "lens": "lens",
+    "features": "features", "python": "python_read",
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from tests.engine.case import (  # noqa: E402
     use,
     write_case,
 )
+from tests.saes import activations, write_sae  # noqa: E402
 from vtaps.runtime.engine import Engine  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
 
@@ -47,6 +48,11 @@ MATRICES = {
     "c": RNG.normal(size=3).astype(np.float32),
 }
 Floats = np.ndarray[Any, Any]
+SAES = {"standard": {}, "jumprelu": {"apply_b_dec_to_input": False}, "topk": {"k": 4}}
+"""Architecture → entries of its configuration."""
+FEATURES, SIZE = 48, 0.5
+TOP, IDS = 6, [47, 3, 0]
+WEIGHT, BIAS = RNG.normal(size=(5, WIDTH)).astype(np.float32), RNG.normal(size=5).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,20 @@ USES = {
     "low_rank": Use("affine", MID, "all", {"matrices": ["a", "b", "c"]}, {"coefficient": 0.8}),
     "no_bias": Use("affine", "resid_post[2]", "sampling", {"matrices": ["a", "b"]}, {"coefficient": -1.0}),
     "affine_head": Use("affine", Z, "all", {"matrices": ["a", "b", "c"]}, {"coefficient": 1.0}, HEAD),
+    "feature": Use("feature", MID, "all", {"sae": {"dir": "standard", "does": "to"}},
+                   {"coefficient": 3.0, "feature": 9}),
+    "off": Use("feature", "resid_post[2]", "all", {"sae": {"dir": "jumprelu", "does": "to"}},
+               {"coefficient": 0.0, "feature": 0}),
+    "moved": Use("feature", "resid_post[0]", "sampling", {"sae": {"dir": "topk", "does": "by"}},
+                 {"coefficient": -1.5, "feature": FEATURES - 1}),
     "keep": Use("add", MID, "all", {"keep_norm": True}, {"coefficient": 0.7, "vector": "r"}),
     "keep_some": Use("add", "resid_post[2]", "generated", {"keep_norm": True}, {"coefficient": -2.0, "vector": "s"},
                      ((3, 40), (100, 128))),
     "keep_head": Use("add", Z, "sampling", {"keep_norm": True}, {"coefficient": 0.3, "vector": "t"}, HEAD),
 }  # fmt: skip
+
+
+SAE_TENSORS: dict[str, dict[str, Floats]] = {}
 
 
 def formula(use: Use, x: Floats, layer: int) -> Floats:
@@ -108,6 +123,13 @@ def formula(use: Use, x: Floats, layer: int) -> Floats:
         a, b = (np.where(here, MATRICES[name].astype(np.float64), 0.0) for name in ("a", "b"))
         bias = MATRICES["c"].astype(np.float64) if len(use.more["matrices"]) == 3 else 0.0
         out = x + use.point["coefficient"] * (own @ a.T + bias) @ b
+    elif use.verb == "feature":
+        sae, index = SAE_TENSORS[use.more["sae"]["dir"]], use.point["feature"]
+        by = use.point["coefficient"]
+        if use.more["sae"]["does"] == "to":
+            kind = use.more["sae"]["dir"]
+            by = by - activations(sae, x, centred=kind != "jumprelu")[:, [index]]
+        out = x + by * sae["W_dec"][index]
     elif use.verb == "clamp":
         u = vector(use.point["vector"])
         u = u / np.linalg.norm(u)
@@ -132,6 +154,9 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     folder = tmp_path_factory.mktemp("case")
     # As LoRA keeps them: the second one has the width first.
     save_file({"a": MATRICES["a"], "b": MATRICES["b"].T.copy(), "c": MATRICES["c"]}, folder / "low_rank.safetensors")
+    for number, (kind, said) in enumerate(SAES.items()):
+        SAE_TENSORS[kind] = write_sae(folder / kind, kind, WIDTH, FEATURES, seed=number, size=SIZE, **said)
+    save_file({"w": WEIGHT.T.copy(), "b": BIAS}, folder / "probe.safetensors")
     lock, block = write_case(
         folder, model,
         edits={
@@ -141,13 +166,23 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
             }
             for name, u in USES.items()
         },
-        reads={"stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}}},
+        reads={
+            "stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}},
+            "probe": {"kind": "probe", "sites": STREAMS[1:], "tokens": {"rows": "all"}, "vectors": ["w", "bias"]},
+            **{
+                f"{kind}_{way}": {
+                    "kind": "features", "sites": STREAMS[:2], "tokens": {"rows": "all"}, "sae": kind, **said,
+                }
+                for kind in SAES for way, said in (("top", {"top": TOP}), ("ids", {"ids": IDS}))
+            },
+        },
         vectors={
             **{n: {"random": {"seed": seed, "norm": norm}} for n, (seed, norm) in VECTORS.items()},
             **{n: {"file": "low_rank.safetensors", "tensor": n, "digest": None} for n in MATRICES},
+            "w": {"file": "probe.safetensors", "tensor": "w"}, "bias": {"file": "probe.safetensors", "tensor": "b"},
         },
         arms={
-            "base": arm(reads=["stream"]),
+            "base": arm(reads=["stream", "probe", *(f"{kind}_{way}" for kind in SAES for way in ("top", "ids"))]),
             **{
                 name: arm({**use(name, u.site), "coefficient": None, "vector": None, **u.point}, reads=["stream"])
                 for name, u in USES.items()
@@ -195,8 +230,33 @@ def test_every_verb_in_one_batch(engine: Engine, model: Path) -> None:
         for site in STREAMS:
             got = completion.record.reads["stream", site].values["rows"]
             np.testing.assert_allclose(got, streams[site], atol=TOLERANCE, rtol=TOLERANCE, err_msg=f"{key} {site}")
+        if name == "base":
+            hold_probes(completion.record.reads, streams)
     # A check that could not fail would pass on a verb that does nothing.
     assert min(moved.values()) > 20 * TOLERANCE, moved
+
+
+def hold_probes(reads: Any, streams: dict[str, Floats]) -> None:
+    """What probes and SAEs gave of the rows, against the formulas on Hugging Face's."""
+    for site in STREAMS[1:]:
+        want = streams[site].astype(np.float64) @ WEIGHT.T + BIAS
+        np.testing.assert_allclose(reads["probe", site].values["probe"], want, atol=50 * TOLERANCE)
+    for kind, said in SAES.items():
+        for site in STREAMS[:2]:
+            rows, k = streams[site].astype(np.float64), said.get("k")
+            want = activations(SAE_TENSORS[kind], rows, k=k, centred=said.get("apply_b_dec_to_input", True))
+            chosen = reads[f"{kind}_ids", site].values
+            assert (chosen["ids"] == IDS).all() and chosen["ids"].dtype == np.int32
+            np.testing.assert_allclose(chosen["activations"], want[:, IDS], atol=10 * TOLERANCE)
+            found = reads[f"{kind}_top", site].values
+            values = -np.sort(-want, axis=-1)[:, :TOP]
+            np.testing.assert_allclose(found["activations"], values, atol=10 * TOLERANCE)
+            assert found["activations"].dtype == np.float32
+            assert ((found["ids"] == -1) == (found["activations"] == 0)).all()
+            there = found["ids"] >= 0
+            assert there.any() and (k is None or (there.sum(-1) <= k).all())
+            picked = np.take_along_axis(want, np.maximum(found["ids"], 0), -1)
+            np.testing.assert_allclose(picked[there], found["activations"][there], atol=10 * TOLERANCE)
 
 
 def test_heads_are_whole_heads() -> None:

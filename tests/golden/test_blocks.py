@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,9 +79,7 @@ def test_key_order_means_nothing(name: str, seed: int, tmp_path: Path, monkeypat
     doc, _ = loads(text, "spec.yaml", CASES / name)
     assert doc is not None
     other = tmp_path / "case" / "spec.yaml"
-    other.parent.mkdir()
-    for file in (CASES / name).iterdir():
-        (other.parent / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(CASES / name, other.parent)
     data = shuffled(doc.data, random.Random(seed))
     for key in ("path", "tokenizer"):
         data["model"][key] = str((CASES / name / data["model"][key]).resolve())

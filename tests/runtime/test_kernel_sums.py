@@ -31,7 +31,7 @@ INTERPRETER = pytest.param(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS, POINTS, VECTORS = 6, 3, 2
-SUMS = {"keep": vt.ADD_KEEP, "out": vt.PROJECT_OUT, "clamp": vt.CLAMP, "affine": vt.AFFINE}
+SUMS = {"keep": vt.ADD_KEEP, "out": vt.PROJECT_OUT, "clamp": vt.CLAMP, "affine": vt.AFFINE, "feature": vt.FEATURE}
 
 
 @dataclass
@@ -74,7 +74,7 @@ def make(
     raw = rng.normal(size=(VECTORS * rank, width)).astype(np.float32)
     if name == "keep":
         vectors = raw
-    elif name == "affine":
+    elif name in ("affine", "feature"):
         vectors = (raw * mask / np.sqrt(width)).astype(np.float32)
     else:
         names = [str(i) for i in range(rank)]
@@ -91,8 +91,12 @@ def make(
         index=torch.tensor([1 << 30, 0, 1, -1], dtype=torch.int32),
         coefficients=torch.tensor([np.nan, 1.5, -2.0, 1.0], dtype=torch.float32),
         vectors=torch.from_numpy(vectors), mask=torch.from_numpy(mask) if masked else None,
-        bounds=torch.from_numpy(p) if name == "clamp" else None,
+        bounds=torch.from_numpy(p) if name in ("clamp", "feature") else None,
     )  # fmt: skip
+    if name == "feature":
+        case.up = torch.from_numpy((rng.normal(size=(VECTORS, width)) / 4).astype(np.float32))
+        # One point's feature is active in its rows, the other's is not.
+        case.bounds = torch.tensor([[np.nan, size, -size, 1.0], [np.nan, -1e6, 1e6, 0.0]], dtype=torch.float32)
     if name == "affine":
         case.up = torch.from_numpy((rng.normal(size=(rank, width)) * mask / 40).astype(np.float32))
         case.bias = torch.from_numpy(rng.normal(size=rank).astype(np.float32))
@@ -135,6 +139,10 @@ def wanted(case: Case) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         elif case.code == vt.AFFINE:
             up, bias = case.up.double().cpu().numpy(), case.bias.double().cpu().numpy()
             out[row] = s[row] + c * (v @ own + bias) @ up
+        elif case.code == vt.FEATURE:
+            bias, threshold = case.bounds.double().cpu().numpy()[:, point]
+            p = float(v[0] @ own) + bias
+            out[row] = s[row] + (c - (p if p > threshold else 0.0)) * case.up.double().cpu().numpy()[which]
         elif case.code == vt.PROJECT_OUT:
             out[row] = s[row] - c * (v @ own) @ v
         else:
@@ -209,6 +217,18 @@ def test_a_row_within_the_bounds_keeps_its_bits() -> None:
     case.bounds[0], case.bounds[1] = -1e9, 1e9
     x, r = run(case)
     assert torch.equal(x, case.x) and torch.equal(r, case.r)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU, INTERPRETER])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_feature_that_has_its_value_already_keeps_the_row_s_bits(dtype: Any, device: str) -> None:
+    case = make("feature", dtype, width=576, pair=True, masked=False, device=device)
+    # Set to 0, of rows in which it is not active.
+    case.coefficients[1:], case.bounds[1] = 0.0, 1e6
+    x, r = run(case, device)
+    assert torch.equal(x, case.x) and torch.equal(r, case.r)
+    case.bounds[1] = -1e6
+    assert not torch.equal(run(case, device)[0], case.x)
 
 
 def test_a_row_of_zeros_keeps_its_length() -> None:

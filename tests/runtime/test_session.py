@@ -22,6 +22,7 @@ from torch import nn
 
 from tests.runtime import schedules as sch
 from tests.runtime import toy
+from tests.saes import activations
 from vtaps.runtime import harvest, memory, ops, spool
 from vtaps.runtime.hooks import BlockFault, InstallError, parameter_names
 from vtaps.runtime.live import Scheduled, TableError
@@ -545,6 +546,17 @@ def compare_read(
         case "mean":
             assert values["count"].tolist() == [len(rows)], said
             close(values["mean"], rows.mean(0)[None], said)
+        case "probe":
+            close(values["probe"], rows @ toy.VECTORS["weight"].T + toy.VECTORS["bias"], said)
+        case "features":
+            active, ids = activations(toy.SAE, rows), values["ids"]
+            if "top" in entry:
+                close(values["activations"], -np.sort(-active)[:, : entry["top"]], said)
+                assert ((ids == -1) == (values["activations"] == 0)).all(), said
+            else:
+                assert (ids == entry["ids"]).all()
+            picked = np.where(ids < 0, 0.0, np.take_along_axis(active, np.maximum(ids, 0), 1))
+            close(values["activations"], picked, said)
         case "lens":
             assert logits is not None
             ids = values["ids"]

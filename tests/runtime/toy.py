@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from tests.runtime import schedules as sch
 from tests.runtime.schedules import Ask, holds
+from tests.saes import activations
 from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.session import Session
@@ -72,6 +74,17 @@ VECTORS = {
     "w": np.array([-3, 1, 0.5, 2, -4, 6, 1, -0.5]),
     "narrow": np.array([4, -1, 2.0]),
     "u": np.arange(VOCAB) - 4.0,
+    "weight": np.random.default_rng(3).integers(-2, 3, (3, WIDTH)).astype(np.float64),
+    "bias": np.array([1, -2, 0.5]),
+}
+FEATURES = 12
+_DRAW = np.random.default_rng(4)
+SAE = {
+    "W_enc": _DRAW.integers(-1, 2, (WIDTH, FEATURES)).astype(np.float64),
+    "b_enc": _DRAW.integers(-3, 4, FEATURES).astype(np.float64),
+    "W_dec": _DRAW.integers(-1, 2, (FEATURES, WIDTH)).astype(np.float64),
+    "b_dec": _DRAW.integers(-2, 3, WIDTH).astype(np.float64),
+    "threshold": _DRAW.integers(1, 6, FEATURES).astype(np.float64),
 }
 SITES: dict[str, dict[str, Any]] = {
     "in": {"module": "layers.0", "input": "hidden", "residual": "residual"},
@@ -90,6 +103,8 @@ EDITS: dict[str, dict[str, Any]] = {
     "put": {"verb": "set", "sites": ["cut"], "tokens": "but"},
     "odd": {"verb": "add", "sites": ["r2"], "tokens": "but even"},
     "bump": {"verb": "add", "sites": ["logits"], "tokens": "sampling"},
+    "drive": {"verb": "feature", "sites": ["r0", "r2"], "tokens": "but", "sae": {"dir": "sae", "does": "to"}},
+    "nudge": {"verb": "feature", "sites": ["r2"], "tokens": "sampling", "sae": {"dir": "sae", "does": "by"}},
     "bend": {
         "verb": "python",
         "sites": ["r1", "final"],
@@ -114,6 +129,9 @@ READS: dict[str, dict[str, Any]] = {
     "late": {"kind": "mean", "sites": ["in2"], "tokens": "steps"},
     "top": {"kind": "lens", "sites": ["r0", "r2"], "tokens": "sampling", "top": 3},
     "chosen": {"kind": "lens", "sites": ["final"], "tokens": "but", "ids": [1, 4]},
+    "asked": {"kind": "probe", "sites": ["r1", "final"], "tokens": "but", "vectors": ["weight", "bias"]},
+    "most": {"kind": "features", "sites": ["r0", "r2"], "tokens": "sampling", "sae": "sae", "top": 3},
+    "some": {"kind": "features", "sites": ["final"], "tokens": "but", "sae": "sae", "ids": [7, 0]},
     "even": {"kind": "norm", "sites": ["r0"], "tokens": "even"},
     "feel": {
         "kind": "python",
@@ -156,8 +174,10 @@ CALLS = {"set": "set_", "rows": "keep"}
 BY_PYTHON = ("bend", "feel", "count")
 
 
-def edit(name: str, *sites: str, coefficient: float | None = None, vector: str | None = None) -> dict[str, Any]:
-    return {"edit": name, "sites": list(sites), "coefficient": coefficient, "vector": vector}
+def edit(
+    name: str, *sites: str, coefficient: float | None = None, vector: str | None = None, **more: Any
+) -> dict[str, Any]:
+    return {"edit": name, "sites": list(sites), "coefficient": coefficient, "vector": vector, **more}
 
 
 SAY = [{"override": "say", "start": sch.SAY_AT}]
@@ -189,6 +209,13 @@ ARMS: dict[str, dict[str, Any]] = {
                 "edits": [edit("push", "r0", "r1", coefficient=-0.5, vector="w"), edit("gain", "r1", coefficient=-2.0)],
                 "overrides": SAY,
             },
+            {
+                "edits": [
+                    edit("drive", "r0", "r2", coefficient=6.0, feature=3),
+                    edit("nudge", "r2", coefficient=-2.0, feature=11),
+                ]
+            },
+            {"edits": [edit("drive", "r2", coefficient=0.0, feature=5)]},
         ],
     },
     "bent": {
@@ -234,6 +261,9 @@ def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
     served = {name: arm for name, arm in ARMS.items() if name != "plain" and (mode == "eager" or name != PYTHON)}
     edits = {name: entry for name, entry in EDITS.items() if mode == "eager" or name not in BY_PYTHON}
     kept = {name: entry for name, entry in READS.items() if mode == "eager" or name not in BY_PYTHON}
+    (folder / "sae").mkdir(exist_ok=True)
+    save_file({name: values.astype(np.float32) for name, values in SAE.items()}, folder / "sae/sae_weights.safetensors")
+    (folder / "sae/cfg.json").write_text('{"architecture": "jumprelu"}', encoding="utf-8")
     for name, vector in VECTORS.items():
         np.save(folder / f"{name}.npy", vector)
 
@@ -292,6 +322,11 @@ def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[in
                         x[cells] += vector
                     case "scale":
                         x[cells] *= use["coefficient"]
+                    case "feature":
+                        to = use["coefficient"]
+                        if entry["sae"]["does"] == "to":
+                            to = to - activations(SAE, x[rows])[:, [use["feature"]]]
+                        x[rows] += to * SAE["W_dec"][use["feature"]]
                     case "python":
                         x[rows] = 0.5 * x[rows] + np.array(positions)[rows, None]
                     case _:

@@ -1,0 +1,49 @@
+"""Random sparse autoencoders in the layout of SAELens, and what they compute, in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+Floats = np.ndarray[Any, Any]
+
+
+def write_sae(
+    folder: Path, architecture: str, width: int, features: int, *, seed: int = 0, dtype: torch.dtype = torch.float32,
+    size: float = 1.0, **config: Any,
+) -> dict[str, Floats]:  # fmt: skip
+    """Writes it and gives its tensors as the file has them, in float64; ``config``: further entries of ``cfg.json``,
+    ``size``: how long the rows are that it is made for."""
+    rng = np.random.default_rng(seed)
+    made = {
+        "W_enc": rng.normal(size=(width, features)) / np.sqrt(width),
+        "b_enc": rng.normal(size=features) * size / 4,
+        "W_dec": rng.normal(size=(features, width)) / np.sqrt(width),
+        "b_dec": rng.normal(size=width) * size / 2,
+    }
+    if architecture == "jumprelu":
+        made["threshold"] = np.abs(rng.normal(size=features)) * size
+        made["threshold"][0] = -1.0
+    tensors = {name: torch.from_numpy(values).to(dtype) for name, values in made.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "sae_weights.safetensors")
+    said = {"architecture": architecture, "d_in": width, "d_sae": features, "dtype": "float32", **config}
+    (folder / "cfg.json").write_text(json.dumps(said), encoding="utf-8")
+    return {name: tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def activations(sae: dict[str, Floats], rows: Floats, *, k: int | None = None, centred: bool = True) -> Floats:
+    """float64 ``[n, features]`` of ``rows`` ``[n, width]``, as ``SAE.encode`` of SAELens has it."""
+    before = (rows - sae["b_dec"] * centred) @ sae["W_enc"] + sae["b_enc"]
+    active = np.maximum(before, 0.0)
+    if "threshold" in sae:
+        active *= before > sae["threshold"]
+    if k is not None:
+        least = np.sort(before, axis=-1)[:, -k][:, None]
+        active *= before >= least
+    return active
