@@ -42,6 +42,7 @@ from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
+from vtaps.spec.behind import SAMPLES
 from vtaps.spec.slots import GATHERED_BYTES, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
@@ -228,7 +229,9 @@ class Boards:
             if site.name in use.sites:
                 index[number] = used.setdefault(use.vector, len(used)) if use.vector in order and use.vector else 0
         vectors = None
-        if used or (edit.vectors and (index >= 0).any()):
+        if edit.value and (index >= 0).any():
+            vectors = self._put(np.ones((1, site.width), np.float32))
+        elif used or (edit.vectors and (index >= 0).any()):
             vectors = self._put(self._vectors(note, site, tuple(str(name) for name in used)))
         mask = None
         if note.columns is not None:
@@ -271,6 +274,8 @@ class Boards:
         for site in sites:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
         kept = self.dtype if kind in ("rows", "lens") else torch.float32
+        if sites == [SAMPLES]:
+            kept = torch.int32
         count = self._slots[key]
         if kind == "python":
             # How wide and of what kind its slots are is known once the function has been called: see `keep`.

@@ -250,7 +250,7 @@ class Harvest:
                 entry = self.program.reads[ring.read]
                 with self._aside(after):
                     rows = memory[start:stop]
-                    found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
+                    found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids, unembedded=ring.sampled)
                     fields = {n: v.unflatten(0, (stop - start, len(sites))) for n, v in found.items()}
                 deliver = sorter(ring, sites, list(fields), run, start, "float32", self.spool)
                 self._send(list(fields.values()), deliver, after, run[0].step)

@@ -142,7 +142,8 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     matrices = tuple(data.get("matrices") or ())
     if verb == "affine" and not 2 <= len(matrices) <= 3:
         raise ValueError("affine has no down and up")
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python)
+    kept, value = bool(data.get("keep_norm")), bool(data.get("value"))
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, value)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -174,9 +175,12 @@ def _metric(name: str, data: Mapping[str, Any]) -> MetricEntry:
 
 
 def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
+    def number(entry: Mapping[str, Any]) -> float | None:
+        return None if entry.get("coefficient") is None else float(entry["coefficient"])
+
     def uses(point: Mapping[str, Any]) -> tuple[PointEdit, ...]:
         found = (
-            PointEdit(e["edit"], tuple(e["sites"]), e.get("coefficient"), e.get("vector"), e.get("min"), e.get("max"))
+            PointEdit(e["edit"], tuple(e["sites"]), number(e), e.get("vector"), e.get("min"), e.get("max"))
             for e in point.get("edits") or ()
         )
         # An identity touches no row: its vector may even be NaN.
@@ -216,7 +220,7 @@ def _check_names(program: Program) -> None:
         known(f"reads.{name}", read.vectors, "vectors", program.vectors)
         if read.kind == "lens" and (read.top is None) == (read.ids is None):
             raise LockError(f"reads.{name}", "a lens has either top or ids")
-        if read.kind == "lens" and program.lens_norm is None:
+        if read.kind == "lens" and program.lens_norm is None and not all(program.sites[s].sampled for s in read.sites):
             raise LockError("lens", f"reads.{name} needs the path of the final norm")
     for name, arm in program.arms.items():
         entry = f"arms.{name}"
@@ -230,7 +234,7 @@ def _check_names(program: Program) -> None:
                     entry, edit_use.sites, f"edits.{edit_use.edit}", dict.fromkeys(program.edits[edit_use.edit].sites)
                 )
                 verb = program.edits[edit_use.edit].verb
-                if verb in USES_VECTOR and edit_use.vector is None:
+                if verb in USES_VECTOR and edit_use.vector is None and not program.edits[edit_use.edit].value:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
                 if verb not in WITHOUT_COEFFICIENT and edit_use.coefficient is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no coefficient")

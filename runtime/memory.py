@@ -81,7 +81,7 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
     for name, edit in program.edits.items():
         if edit.verb in USES_VECTOR or edit.vectors:
             used = program.used_at.get(name, {})
-            count = {site: len(edit.vectors or vectors) for site, vectors in used.items()}
+            count = {site: 1 if edit.value else len(edit.vectors or vectors) for site, vectors in used.items()}
             total += sum(4 * n * program.sites[site].width for site, n in count.items())
         for site in program.used_at.get(name, {}) if edit.matrices else ():
             total += sum(table.nbytes for table in program.load_affine(edit.matrices, program.sites[site]))

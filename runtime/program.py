@@ -66,7 +66,7 @@ class ForwardEntry:
 @dataclass(frozen=True)
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
-    file, the function in it, the file's sha256."""
+    file, the function in it, the file's sha256; ``value``: its points' coefficients stand in place of a vector."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -75,6 +75,7 @@ class EditEntry:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str, str | None] | None = None
+    value: bool = False
 
 
 @dataclass(frozen=True)

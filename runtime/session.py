@@ -31,6 +31,7 @@ from vtaps.runtime.rowtable import RowTable
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
+from vtaps.spec.behind import SAMPLES
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,9 @@ class Session:
         self.functions = new.functions
         self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
 
-    def _lens(self, program: Program) -> Lens | None:
+    def _lens(self, program: Program) -> Lens:
         if program.lens_norm is None:
-            return None
+            return Lens(None, self._quietly(self._compute_logits))
         found = self._modules.get(program.lens_norm)
         if found is None:
             raise LockError("lens", f"the model has no module {program.lens_norm}")
@@ -290,20 +291,33 @@ class Session:
     def measure(self, logits: Tensor) -> None:
         """Metrics of the step from its logits ``[requests, vocab]``, as the model gave them."""
         for number in self._active[1]:
-            if self.at[number].sampled:
+            if self.at[number].sampled and self.at[number].name != SAMPLES:
                 self._expected[number] += len(self.at[number].parts)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=True)
         self._sampling = False
         if self._plan is None:
             return
-        if self._plan.sampled_reads:
+        if self._plan.sampled_reads and not self._plan.samples:
             # What they read was written by the unembedding, after the forward.
             self.harvest.computed(self.table.number)
         self.harvest.measure(self._plan.metrics, self._shift, logits, self.table.number)
 
     def replace(self, sampled: Tensor) -> None:
-        """Write the overrides of the step into ``sampled`` ``[requests]``, in place."""
+        """Write the overrides of the step into ``sampled`` ``[requests]``, in place, and take the reads of it."""
+        self._override(sampled)
+        if self._plan is None or not self._plan.samples:
+            return
+        for fill in self._plan.samples:
+            rows, start = torch.from_numpy(fill.rows), self._slots[fill.name, True]
+            if sampled.is_cuda:
+                # From other memory the copy would wait for the device.
+                rows = rows.pin_memory().to(sampled.device, non_blocking=True)
+            memory = self.boards.requests.rings[fill.name].groups[0][1]
+            memory[start : start + len(rows), 0, 0] = sampled.index_select(0, rows).to(memory.dtype)
+        self.harvest.computed(self.table.number)
+
+    def _override(self, sampled: Tensor) -> None:
         found = self._plan.replacements(self._shift) if self._plan is not None else []
         if not found:
             return

@@ -13,13 +13,10 @@ from vtaps.spec.names import defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit
 from vtaps.spec.spec import Arm, Axis, Spec
 
-FIELDS = {
-    "add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (),
-    "project_out": ("scale",), "affine": ("scale",), "clamp": ("vector", "min", "max"), "python": (),
-}  # fmt: skip
-COEFFICIENTS = {"add": "scale", "set": "scale", "scale": "by", "project_out": "scale", "affine": "scale"}
+FIELDS = {"add": ("vector",), "set": ("vector",), "clamp": ("vector", "min", "max")}
+"""What a sweep may give an edit beside its coefficient."""
 IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0, "affine": 0.0}
-NUMBERS = ("scale", "by", "min", "max")
+NUMBERS = ("scale", "by", "value", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,10 @@ def _paths(arm: Arm, spec: Spec) -> list[str]:
     out = []
     for name in arm.edits:
         if name in spec.edits:
-            verb = spec.edits[name].verb
-            out += [f"{name}.at", f"{name}.on", *(f"{name}.{verb}.{f}" for f in FIELDS[verb])]
+            edit = spec.edits[name]
+            own = (edit.coefficient_key,) if edit.coefficient_key is not None else ()
+            more = () if edit.by_value else FIELDS.get(edit.verb, ())
+            out += [f"{name}.at", f"{name}.on", *(f"{name}.{edit.verb}.{f}" for f in (*own, *more))]
     return out + [f"{name}.start" for name in arm.overrides if name in spec.overrides]
 
 
@@ -179,7 +178,7 @@ def _point(
             low=own.get("min", edit.low),
             high=own.get("max", edit.high),
         )
-        if (key := COEFFICIENTS.get(edit.verb)) in own:
+        if (key := edit.coefficient_key) in own:
             point = replace(point, coefficient=own[key])
         if own.get("on", True) and not is_identity(edit.verb, point.coefficient):
             acting.append(point)

@@ -73,6 +73,10 @@ CODES: dict[str, Code] = {
     "VT322": Code("a Python function cannot be used"),
     "VT323": Code("a vector has no direction of its own"),
     "VT324": Code("the bounds do not fit"),
+    "VT340": Code("token ids narrow the logits alone"),
+    "VT341": Code("a ban outside the logits"),
+    "VT342": Code("the sampled tokens are read as they are"),
+    "VT343": Code("a banned token could be sampled"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

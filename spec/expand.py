@@ -10,7 +10,7 @@ import yaml
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.sizes import exact
-from vtaps.spec.spec import MATRICES, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+from vtaps.spec.spec import BAN, MATRICES, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
 from vtaps.spec.yaml import scalar
 
 
@@ -158,12 +158,14 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["max"] = edit.high
     if edit.keep_norm:
         body["keep_norm"] = True
-    if edit.coefficient is not None:
-        body["by" if edit.verb == "scale" else "scale"] = edit.coefficient
+    if edit.coefficient is not None and edit.coefficient_key is not None:
+        body[edit.coefficient_key] = BAN if edit.coefficient == float(BAN) else edit.coefficient
     if edit.heads is not None:
         body["heads"] = written(edit.heads)
     if edit.dims is not None:
         body["dims"] = written(edit.dims)
+    if edit.ids is not None:
+        body["ids"] = list(edit.ids)
     said = _Flow(body) if edit.python is None else ":".join(edit.python)
     return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: said}
 

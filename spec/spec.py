@@ -65,16 +65,20 @@ class At:
     wheres: tuple[NodePath, ...]
 
 
+BAN = "-inf"
+"""How a spec and a lock write the number that bans a token."""
+
 MATRICES = ("down", "up", "bias")
 """The fields of ``affine`` that name tensors, in the order of :attr:`Edit.matrices`."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine`` and ``by`` of ``scale``; None
-    elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``;
-    ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of ``add``.  ``heads`` and
-    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine``, ``by`` of ``scale``, ``value``
+    of an ``add`` or ``set`` without a vector; None elsewhere.  ``vectors`` are the directions of ``project_out``;
+    ``low`` and ``high`` the bounds of ``clamp``; ``matrices`` the names of ``affine``: down, up and bias, if any;
+    ``keep_norm`` is of ``add``.  ``heads`` and ``dims`` are inclusive ranges, ``ids`` tokens as written, None for all.
+    ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -91,6 +95,19 @@ class Edit:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str] | None = None
+    ids: tuple[int | str, ...] | None = None
+
+    @property
+    def by_value(self) -> bool:
+        """Whether a number stands in place of the vector."""
+        return self.verb in ("add", "set") and self.vector is None
+
+    @property
+    def coefficient_key(self) -> str | None:
+        """The field of the verb that :attr:`coefficient` is."""
+        if self.coefficient is None:
+            return None
+        return "by" if self.verb == "scale" else "value" if self.by_value else "scale"
 
 
 @dataclass(frozen=True)
