@@ -20,6 +20,7 @@ def clamp(rows):
 TOP = 10
 SCALE = 4.0
 HEAD = 3
+BIASED = 64
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ ROWS = {
             ("reads", "features_top"),
             0.95,
         ),
+        Row("logit_bias", f"{BIASED} logits raised at every sampled row", "one", ("edits", "logit_bias"), 0.98),
         Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
         Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
@@ -159,6 +161,11 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("edits", "affine_one"): {"at": one, "tokens": "all", "affine": {"down": "noise", "up": "noise", "scale": 0.1}},
         ("edits", "feature_one"): {"at": one, "tokens": "all", "feature": {"sae": "noise", "index": 7, "to": 1.0}},
         ("reads", "features_top"): {"at": one, "tokens": "sampling", "features": {"sae": "noise", "top": TOP}},
+        ("edits", "logit_bias"): {
+            "at": "logits",
+            "tokens": "sampling",
+            "add": {"value": SCALE, "ids": [*range(BIASED)]},
+        },
         ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
         ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
@@ -173,7 +180,7 @@ def uses_sae(row: Row) -> bool:
 
 def _vectors(said: Mapping[str, Any]) -> list[str]:
     """The vectors that a definition names."""
-    one = [said[verb]["vector"] for verb in ("add", "clamp") if verb in said]
+    one = [said[verb]["vector"] for verb in ("add", "clamp") if "vector" in said.get(verb, {})]
     matrices = [said["affine"][key] for key in ("down", "up")] if "affine" in said else []
     return list(dict.fromkeys([*one, *said.get("project_out", {}).get("vectors", ()), *matrices]))
 
@@ -260,7 +267,7 @@ def due(row: Row | None, load: Load, shape: Shape) -> Due:
         each = everywhere if name == "every_layer_prompt" else load.generated
         return Due(load.tokens, keys=n * sites, rows=n * sites * each)
     if section == "edits":
-        return Due(load.tokens, fired=n * everywhere)
+        return Due(load.tokens, fired=n * (load.generated if name == "logit_bias" else everywhere))
     if section == "overrides":
         return Due(load.tokens, overridden=load.tokens)
     return Due(load.tokens)

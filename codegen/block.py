@@ -45,7 +45,9 @@ def structure(plan: Plan) -> str:
         for s in location.statements:
             if s.kind == "edit":
                 edit = plan.edits[s.name]
-                own: list[Any] = [edit.edit.verb, verbs.VERSIONS[edit.edit.verb], edit.columns]
+                # Behind the forward nothing is compiled: which columns they are is data there.
+                columns = edit.columns is not None if site.sampled else edit.columns
+                own: list[Any] = [edit.edit.verb, verbs.VERSIONS[edit.edit.verb], columns]
                 own += [len(edit.edit.vectors)] if edit.edit.vectors else []
                 own += ["keep_norm"] if edit.edit.keep_norm else []
                 own += [edit.edit.feature.does] if edit.edit.feature is not None else []

@@ -9,11 +9,12 @@ from typing import Any
 
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
+from vtaps.spec.behind import SAMPLES
 from vtaps.spec.expand import digest, expand
 from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
-from vtaps.spec.spec import FeatureUse, Spec
+from vtaps.spec.spec import BAN, FeatureUse, Spec
 from vtaps.spec.vector_use import definition
 from vtaps.spec.vllm_version import VLLM_RANGE
 
@@ -77,6 +78,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 **({"keep_norm": True} if p.edit.keep_norm else {}),
                 **({"matrices": list(p.edit.matrices)} if p.edit.matrices else {}),
                 **_feature(p.edit.feature, spec),
+                **({"value": True} if p.edit.by_value else {}),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
@@ -159,12 +161,13 @@ def _site(location: LocationPlan, plan: Plan) -> dict[str, Any]:
         **({"inside": site.inside} if site.inside is not None else {}),
         "output": site.element if site.side == "output" else None,
         "input": site.element if site.side == "input" else None,
+        **({"rows": "sampled"} if site.sampled else {}),
         "residual": site.residual,
         "columns": None if site.columns is None else list(site.columns),
         "layer": site.layer,
         "width": site.width,
         "heads": site.heads,
-        "dtype": plan.tree.dtype,
+        "dtype": plan.tree.dtype if site.name != SAMPLES else "int32",
         "hf_hidden_states": site.hf_index,
         "mode": location.mode,
         "shard": None,
@@ -185,7 +188,7 @@ def _arm(plan: ArmPlan) -> dict[str, Any]:
                     {
                         "edit": e.edit,
                         "sites": list(e.sites),
-                        "coefficient": e.coefficient,
+                        "coefficient": BAN if e.coefficient == float(BAN) else e.coefficient,
                         "vector": e.vector,
                         **({} if (e.low, e.high) == (None, None) else {"min": e.low, "max": e.high}),
                         **({} if e.feature is None else {"feature": e.feature}),

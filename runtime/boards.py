@@ -44,6 +44,7 @@ from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
 from vtaps.runtime.sae import features_of
+from vtaps.spec.behind import SAMPLES
 from vtaps.spec.slots import GATHERED_BYTES, HELD_AS_THEY_ARE, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
@@ -230,7 +231,9 @@ class Boards:
             if site.name in use.sites:
                 index[number] = used.setdefault(use.operand, len(used)) if use.operand in order and use.operand else 0
         vectors = up = bias = None
-        if edit.sae is not None and used:
+        if edit.value and (index >= 0).any():
+            vectors = self._put(np.ones((1, site.width), np.float32))
+        elif edit.sae is not None and used:
             found = features_of(program, note.name, edit, site, tuple(used))
             vectors, up = (self._put(table) for table in (found.encoders, found.decoders))
             bounds[:, index >= 0] = found.bounds[:, index[index >= 0]]
@@ -278,6 +281,8 @@ class Boards:
         for site in sites:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
         kept = self.dtype if kind in HELD_AS_THEY_ARE else torch.float32
+        if sites == [SAMPLES]:
+            kept = torch.int32
         count = self._slots[key]
         if kind == "python":
             # How wide and of what kind its slots are is known once the function has been called: see `keep`.

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtaps.runtime.live import Ints, Live, TableError
+from vtaps.spec.behind import SAMPLES
 from vtaps.spec.rows import Interval, to_ranges
 
 
@@ -91,6 +92,11 @@ class StepPlan:
     sampled_reads: tuple[Fill, ...]
     metrics: tuple[MetricFill, ...]
     speakers: tuple[tuple[int, Live, int], ...]
+
+    @cached_property
+    def samples(self) -> tuple[Fill, ...]:
+        """Its reads of what is sampled."""
+        return tuple(fill for fill in self.sampled_reads if SAMPLES in fill.sites)
 
     def replacements(self, shift: int = 0) -> list[Replacement]:
         out = []

@@ -273,7 +273,7 @@ class Harvest:
         if ring.kind == "features":
             return encoded(rows, [self._saes[ring.read][site] for site in sites], entry.top)
         assert self.lens is not None, "a program with a lens has its norm"
-        found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids)
+        found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids, unembedded=ring.sampled)
         return {n: v.unflatten(0, rows.shape[:2]) for n, v in found.items()}
 
     def _reduced(self, ring: Ring, sites: Sequence[str], rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from vtaps.runtime import source_taps
 from vtaps.runtime.block import Block, Location
 from vtaps.runtime.program import Program
 from vtaps.runtime.source_taps import rows_of
+from vtaps.spec.behind import SAMPLES
 
 Act = Callable[[Tensor, "Tensor | None", int], None]
 """``(x, residual, number of the location)``"""
@@ -37,7 +38,8 @@ def install(block: Block, program: Program, model: nn.Module, act_of: Callable[[
     that is not there, and a forward that is not the lock's.
     """
     modules = dict(model.named_modules())
-    numbered = list(enumerate(block.locations.values()))
+    # What is sampled comes out of vLLM's sampler: the runner hands it to the session.
+    numbered = [(n, place) for n, place in enumerate(block.locations.values()) if place.name != SAMPLES]
     for _, place in numbered:
         if place.module not in modules:
             raise InstallError(f"{place.name}: the model has no module {place.module}")

@@ -145,7 +145,8 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     if verb == "affine" and not 2 <= len(matrices) <= 3:
         raise ValueError("affine has no down and up")
     sae = (str(data["sae"]["dir"]), _one_of(data["sae"]["does"], DOES, "does")) if verb == "feature" else None
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python, sae)
+    kept, value = bool(data.get("keep_norm")), bool(data.get("value"))
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, sae, value)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -178,12 +179,15 @@ def _metric(name: str, data: Mapping[str, Any]) -> MetricEntry:
 
 
 def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
+    def number(entry: Mapping[str, Any]) -> float | None:
+        return None if entry.get("coefficient") is None else float(entry["coefficient"])
+
     def uses(point: Mapping[str, Any]) -> tuple[PointEdit, ...]:
         found = (
             PointEdit(
                 e["edit"],
                 tuple(e["sites"]),
-                e.get("coefficient"),
+                number(e),
                 e.get("vector"),
                 e.get("min"),
                 e.get("max"),
@@ -234,7 +238,7 @@ def _check_names(program: Program) -> None:
             raise LockError(f"reads.{name}", f"{'a lens' if read.kind == 'lens' else read.kind} has either top or ids")
         if read.kind == "probe" and not 1 <= len(read.vectors) <= 2:
             raise LockError(f"reads.{name}", "a probe has a weight, and a bias or none")
-        if read.kind == "lens" and program.lens_norm is None:
+        if read.kind == "lens" and program.lens_norm is None and not all(program.sites[s].sampled for s in read.sites):
             raise LockError("lens", f"reads.{name} needs the path of the final norm")
     for name, arm in program.arms.items():
         entry = f"arms.{name}"
@@ -248,7 +252,7 @@ def _check_names(program: Program) -> None:
                     entry, edit_use.sites, f"edits.{edit_use.edit}", dict.fromkeys(program.edits[edit_use.edit].sites)
                 )
                 verb = program.edits[edit_use.edit].verb
-                if verb in USES_VECTOR and edit_use.vector is None:
+                if verb in USES_VECTOR and edit_use.vector is None and not program.edits[edit_use.edit].value:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
                 if verb == "feature" and edit_use.feature is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no feature")

@@ -84,7 +84,7 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
             used = program.used_at.get(name, {})
             # Of a feature that is set to a value, what encodes it and what decodes it.
             each = 2 if edit.sae is not None and edit.sae[1] == "to" else 1
-            count = {site: each * len(edit.vectors or vectors) for site, vectors in used.items()}
+            count = {s: 1 if edit.value else each * len(edit.vectors or vectors) for s, vectors in used.items()}
             total += sum(4 * n * program.sites[site].width for site, n in count.items())
         for site in program.used_at.get(name, {}) if edit.matrices else ():
             total += sum(table.nbytes for table in program.load_affine(edit.matrices, program.sites[site]))

@@ -68,7 +68,7 @@ class ForwardEntry:
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
     file, the function in it, the file's sha256; ``sae``: the folder of ``feature``'s SAE and what is done, ``to`` or
-    ``by``."""
+    ``by``; ``value``: its points' coefficients stand in place of a vector."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -78,6 +78,7 @@ class EditEntry:
     matrices: tuple[str, ...] = ()
     python: tuple[str, str, str | None] | None = None
     sae: tuple[str, str] | None = None
+    value: bool = False
 
 
 @dataclass(frozen=True)

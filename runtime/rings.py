@@ -34,6 +34,11 @@ class Ring:
     groups: list[tuple[tuple[str, ...], Tensor]]
     head: int = 0
 
+    @property
+    def sampled(self) -> bool:
+        """Whether its rows are of sampled tokens: logits, or the tokens."""
+        return self.key.endswith("/requests")
+
     @cached_property
     def sites(self) -> int:
         return sum(len(sites) for sites, _ in self.groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from vtaps.runtime.sae import bytes_of, encoders
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
+from vtaps.spec.behind import SAMPLES
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Session:
         self._plan: StepPlan | None = None
         self._shift = 0
         self._slots: dict[tuple[str, bool], int] = {}
+        self._speaking: dict[str, tuple[weakref.ref[Fill], Tensor]] = {}
         self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
         self._muted = False
         self._sampling = False
@@ -138,9 +141,9 @@ class Session:
         """Device memory of all tables, vectors, slots and SAEs."""
         return self.boards.bytes + self._sae_bytes
 
-    def _lens(self, program: Program) -> Lens | None:
+    def _lens(self, program: Program) -> Lens:
         if program.lens_norm is None:
-            return None
+            return Lens(None, self._quietly(self._compute_logits))
         found = self._modules.get(program.lens_norm)
         if found is None:
             raise LockError("lens", f"the model has no module {program.lens_norm}")
@@ -293,20 +296,37 @@ class Session:
     def measure(self, logits: Tensor) -> None:
         """Metrics of the step from its logits ``[requests, vocab]``, as the model gave them."""
         for number in self._active[1]:
-            if self.at[number].sampled:
+            if self.at[number].sampled and self.at[number].name != SAMPLES:
                 self._expected[number] += len(self.at[number].parts)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=True)
         self._sampling = False
         if self._plan is None:
             return
-        if self._plan.sampled_reads:
+        if self._plan.sampled_reads and not self._plan.samples:
             # What they read was written by the unembedding, after the forward.
             self.harvest.computed(self.table.number)
         self.harvest.measure(self._plan.metrics, self._shift, logits, self.table.number)
 
     def replace(self, sampled: Tensor) -> None:
-        """Write the overrides of the step into ``sampled`` ``[requests]``, in place."""
+        """Write the overrides of the step into ``sampled`` ``[requests]``, in place, and take the reads of it."""
+        self._override(sampled)
+        if self._plan is None or not self._plan.samples:
+            return
+        for fill in self._plan.samples:
+            known = self._speaking.get(fill.name)
+            if known is None or known[0]() is not fill:
+                rows = torch.from_numpy(fill.rows)
+                if sampled.is_cuda:
+                    # From other memory the copy would wait for the device.
+                    rows = rows.pin_memory().to(sampled.device, non_blocking=True)
+                known = self._speaking[fill.name] = weakref.ref(fill), rows
+            rows, start = known[1], self._slots[fill.name, True]
+            memory = self.boards.requests.rings[fill.name].groups[0][1]
+            memory[start : start + len(rows), 0, 0] = sampled.index_select(0, rows).to(memory.dtype)
+        self.harvest.computed(self.table.number)
+
+    def _override(self, sampled: Tensor) -> None:
         found = self._plan.replacements(self._shift) if self._plan is not None else []
         if not found:
             return

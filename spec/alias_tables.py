@@ -226,5 +226,5 @@ ALIASES = (
 )
 """Every alias of this version, whichever architectures have it."""
 
-NOT_YET = ("pattern", "router_logits", "logits", "samples")
+NOT_YET = ("pattern", "router_logits")
 """Names of the field that this version does not serve."""

@@ -13,13 +13,10 @@ from vtaps.spec.names import defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit
 from vtaps.spec.spec import Arm, Axis, Spec
 
-FIELDS = {
-    "add": ("scale", "vector"), "set": ("scale", "vector"), "scale": ("by",), "zero": (),
-    "project_out": ("scale",), "affine": ("scale",), "clamp": ("vector", "min", "max"), "python": (),
-    "feature": ("to", "by", "index"),
-}  # fmt: skip
+FIELDS = {"add": ("vector",), "set": ("vector",), "clamp": ("vector", "min", "max"), "feature": ("index",)}
+"""What a sweep may give an edit beside its coefficient."""
 IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0, "affine": 0.0}
-NUMBERS = ("scale", "by", "to", "min", "max")
+NUMBERS = ("scale", "by", "to", "value", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,10 @@ def _paths(arm: Arm, spec: Spec) -> list[str]:
     out = []
     for name in arm.edits:
         if name in spec.edits:
-            verb = spec.edits[name].verb
-            use = spec.edits[name].feature
-            fields = FIELDS[verb] if use is None else (use.does, "index")
-            out += [f"{name}.at", f"{name}.on", *(f"{name}.{verb}.{f}" for f in fields)]
+            edit = spec.edits[name]
+            own = (edit.coefficient_key,) if edit.coefficient_key is not None else ()
+            more = () if edit.by_value else FIELDS.get(edit.verb, ())
+            out += [f"{name}.at", f"{name}.on", *(f"{name}.{edit.verb}.{f}" for f in (*own, *more))]
     return out + [f"{name}.start" for name in arm.overrides if name in spec.overrides]
 
 
@@ -184,8 +181,8 @@ def _point(
             high=own.get("max", edit.high),
             feature=None if edit.feature is None else own.get("index", edit.feature.index),
         )
-        if edit.coefficient is not None and edit.coefficient_key in own:
-            point = replace(point, coefficient=own[edit.coefficient_key])
+        if (key := edit.coefficient_key) in own:
+            point = replace(point, coefficient=own[key])
         does = None if edit.feature is None else edit.feature.does
         if own.get("on", True) and not is_identity(edit.verb, point.coefficient, does):
             acting.append(point)

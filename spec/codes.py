@@ -77,6 +77,10 @@ CODES: dict[str, Code] = {
     "VT336": Code("the SAE has no such feature"),
     "VT337": Code("the SAE was trained at another place", "warning"),
     "VT338": Code("the edit needs the whole SAE"),
+    "VT340": Code("token ids narrow the logits alone"),
+    "VT341": Code("a ban outside the logits"),
+    "VT342": Code("the sampled tokens are read as they are"),
+    "VT343": Code("a banned token could be sampled"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

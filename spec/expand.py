@@ -10,7 +10,20 @@ import yaml
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.sizes import exact
-from vtaps.spec.spec import MATRICES, PROBE, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+from vtaps.spec.spec import (
+    BAN,
+    MATRICES,
+    PROBE,
+    Arm,
+    At,
+    Edit,
+    Metric,
+    Override,
+    PromptGroup,
+    Read,
+    Spec,
+    Vector,
+)
 from vtaps.spec.yaml import scalar
 
 
@@ -163,14 +176,16 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["keep_norm"] = True
     if edit.feature is not None:
         body |= {"sae": edit.feature.sae, "index": edit.feature.index}
-    if edit.coefficient is not None:
-        body[edit.coefficient_key] = edit.coefficient
+    if edit.coefficient is not None and edit.coefficient_key is not None:
+        body[edit.coefficient_key] = BAN if edit.coefficient == float(BAN) else edit.coefficient
     if edit.feature is not None:
         body["error"] = edit.feature.error
     if edit.heads is not None:
         body["heads"] = written(edit.heads)
     if edit.dims is not None:
         body["dims"] = written(edit.dims)
+    if edit.ids is not None:
+        body["ids"] = list(edit.ids)
     said = _Flow(body) if edit.python is None else ":".join(edit.python)
     return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: said}
 

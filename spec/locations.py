@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from vtaps.spec import aliases
 from vtaps.spec.alias_tables import ALIASES, NOT_YET, TABLES
+from vtaps.spec.behind import BEHIND, behind
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.everywhere import EVERYWHERE, everywhere
 from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, parse_layers
@@ -217,6 +218,8 @@ def _select(layers: Layers, count: int, text: str) -> tuple[int, ...]:
 
 def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
     name = location.alias
+    if name in BEHIND:
+        return [_behind(tree, location)]
     served = aliases.names(tree)
     if name not in served:
         raise _unknown_alias(tree, name, served)
@@ -232,6 +235,16 @@ def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
         return [aliases.site(tree, name, layer) for layer in chosen]
     except aliases.NotInTree as fault:
         raise Trouble("VT202", str(fault)) from None
+
+
+def _behind(tree: ModelTree, location: AliasLocation) -> Site:
+    name = location.alias
+    if location.layers is not None:
+        raise Trouble("VT201", f"`{name}` is one place of the model: it takes no layers")
+    found = behind(tree, name)
+    if found is None:
+        raise Trouble("VT202", f"{tree.architecture} has no module that is known to put its logits out")
+    return found
 
 
 def _unknown_alias(tree: ModelTree, name: str, served: tuple[str, ...]) -> Trouble:
@@ -251,7 +264,8 @@ def _unknown_alias(tree: ModelTree, name: str, served: tuple[str, ...]) -> Troub
         note = f"{tree.architecture} has no such place"
     elif not served:
         note = f"{tree.architecture} has no alias table: use module paths, `vtaps tree MODEL` lists them"
-    return Trouble("VT205", f"no alias is named `{name}`", served, nearest(name, served), note)
+    there = (*served, *BEHIND)
+    return Trouble("VT205", f"no alias is named `{name}`", there, nearest(name, there), note)
 
 
 # Module paths -----------------------------------------------------------------------------------------------

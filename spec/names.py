@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from vtaps.spec.aliases import ALIASES
+from vtaps.spec.behind import BEHIND
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.spec import MATRICES, PROBE, Spec
@@ -79,7 +80,7 @@ def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
                 None if names else f"the spec has no `{section}:`",
             )
     for name, tap in spec.taps.items():
-        if name in ALIASES:
+        if name in (*ALIASES, *BEHIND):
             yield Diagnostic(
                 "VT211", f"the tap {name!r} has the name of an alias", doc.key("taps", name), note="choose another name"
             )

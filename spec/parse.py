@@ -159,7 +159,8 @@ def _word(text: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
-    coefficient = body.get("scale", 1.0) if verb in SCALED else body.get("to", body.get("by"))
+    key = "value" if "value" in body else "scale"
+    coefficient = body.get(key, 1.0) if verb in SCALED else body.get("to", body.get("by"))
     return Edit(
         name=name,
         where=where,
@@ -177,6 +178,7 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         matrices=tuple(body[key] for key in MATRICES if key in body),
         python=_function(data["python"]) if verb == "python" else None,
         feature=_feature(body) if verb == "feature" else None,
+        ids=tuple(body["ids"]) if "ids" in body else None,
     )
 
 

@@ -6,6 +6,7 @@ import math
 import re
 
 from vtaps.spec import aliases
+from vtaps.spec.behind import LOGITS, behind, head
 from vtaps.spec.shards import axes
 from vtaps.spec.snapshot import value_text
 from vtaps.spec.tree import ROWS, ModelTree, Module, Site, Value
@@ -32,6 +33,8 @@ def resolve_place(tree: ModelTree, path: str, side: str, element: int | str | No
         site = aliases.site_or_none(tree, *known)
         if site is not None:
             return site
+    if side == "output" and element is None and path == head(tree) and (logits := behind(tree, LOGITS)) is not None:
+        return logits
     if module.enter is None:
         raise never_called(tree, module)
     if module.calls > 1:

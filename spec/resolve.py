@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from vtaps.spec import digests, engine_args
+from vtaps.spec import digests, engine_args, logits
 from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
+from vtaps.spec.behind import LOGITS, SAMPLES
 from vtaps.spec.budget import check_memory, readings, slots_of, step_rows
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
 from vtaps.spec.document import Document, NodePath
@@ -27,11 +28,12 @@ from vtaps.spec.order import plan_locations
 from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
-from vtaps.spec.rows import Interval, Rows, merge
+from vtaps.spec.rows import Interval, merge
 from vtaps.spec.sae_use import check_saes
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
+from vtaps.spec.token_ids import token_id
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
 from vtaps.spec.vector_use import check_vectors, classes_of
@@ -48,6 +50,9 @@ class Context:
     doc: Document
     tree: ModelTree
     tokens: Tokens
+
+    def token(self, token: int | str, where: NodePath, found: list[Diagnostic]) -> int:
+        return token_id(token, self.tokens, self.tree.dimensions.vocab, self.doc.at(*where), found)
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -79,6 +84,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
             outside[f"model:{name}"] = digest
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
+    logits.check_bans(edits, arms, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
@@ -210,17 +216,23 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
                     "VT208",
                     f"{site.name} holds no floating-point rows: it can be read, not edited",
                     doc.at(*edit.where, "at"),
+                    note="`overrides` replace what was sampled" if site.name == SAMPLES else None,
                 )
             )
     found += _numbers(edit, doc)
+    found += logits.check_rows(edit, sites, doc)
+    found += logits.check_edit(edit, sites, doc)
     shapes = {(s.width, s.heads if edit.heads else None): s.name for s in sites}
-    narrowed = edit.heads is not None or edit.dims is not None
+    narrowed = edit.heads is not None or edit.dims is not None or edit.ids is not None
     if len(shapes) > 1 and (narrowed or edit.vector is not None or edit.vectors or edit.matrices):
         listed = ", ".join(f"{name} is {width} wide" for (width, _), name in sorted(shapes.items(), key=str))
         found.append(
             Diagnostic("VT301", f"the locations of {edit.name!r} differ in shape: {listed}", doc.at(*edit.where, "at"))
         )
-    columns = _columns(edit, sites[0], doc, found) if narrowed and len(found) == before else None
+    columns = None
+    if narrowed and len(found) == before:
+        by_token = edit.ids is not None and edit.heads is None
+        columns = _tokens(edit, context, found) if by_token else _columns(edit, sites[0], doc, found)
     return EditPlan(edit, sites, columns) if len(found) == before else None
 
 
@@ -229,9 +241,9 @@ def _numbers(edit: Edit, doc: Document) -> list[Diagnostic]:
     where = (*edit.where, edit.verb)
     said = {edit.coefficient_key: edit.coefficient, "min": edit.low, "max": edit.high}
     found = [
-        Diagnostic("VT104", f"{key} must be a finite number", doc.at(*where, key))
+        Diagnostic("VT104", f"{key} must be a finite number", doc.at(*where, str(key)))
         for key, value in said.items()
-        if value is not None and not math.isfinite(value)
+        if value is not None and not math.isfinite(value) and not logits.bans(edit)
     ]
     if edit.verb == "clamp" and edit.low is None and edit.high is None:
         found.append(Diagnostic("VT324", "clamp has neither `min` nor `max`", doc.at(*where), ("min", "max")))
@@ -270,6 +282,12 @@ def _columns(edit: Edit, site: Site, doc: Document, found: list[Diagnostic]) -> 
     return tuple(merge(blocks))
 
 
+def _tokens(edit: Edit, context: Context, found: list[Diagnostic]) -> tuple[Interval, ...]:
+    where = (*edit.where, edit.verb, "ids")
+    ids = [context.token(token, (*where, i), found) for i, token in enumerate(edit.ids or ())]
+    return tuple(merge((i, i + 1) for i in ids))
+
+
 def _picked(
     ranges: tuple[Interval, ...], size: int, what: str, code: str, doc: Document, where: tuple[str | int, ...],
     found: list[Diagnostic],
@@ -288,21 +306,23 @@ def _picked(
 def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> ReadPlan | None:
     before = len(found)
     sites = _sites(read.at, spec, context, found)
+    found += logits.check_rows(read, sites, context.doc)
+    found += logits.check_read(read, sites, context.doc)
     ids: tuple[int, ...] | None = None
     if read.kind == "features" and read.ids is not None:
         ids = tuple(int(i) for i in read.ids)
     if read.kind == "lens":
-        stray = [s for s in sites if not (s.alias or "").startswith(("resid_", "embed"))]
+        stray = [s for s in sites if not (s.alias or "").startswith(("resid_", "embed")) and s.name != LOGITS]
         if stray:
             found.append(
                 Diagnostic(
                     "VT320",
                     f"a lens reads the residual stream; {stray[0].name} is not the stream",
                     context.doc.at(*read.where, "at"),
-                    ("embed", "resid_pre[i]", "resid_mid[i]", "resid_post[i]"),
+                    ("embed", "resid_pre[i]", "resid_mid[i]", "resid_post[i]", LOGITS),
                 )
             )
-        elif final_norm(context.tree) is None:
+        elif final_norm(context.tree) is None and any(s.name != LOGITS for s in sites):
             found.append(
                 Diagnostic(
                     "VT206",
@@ -312,7 +332,7 @@ def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> 
             )
         if read.ids is not None:
             where = (*read.where, "lens", "ids")
-            ids = tuple(_token(t, context, (*where, i), found) for i, t in enumerate(read.ids))
+            ids = tuple(context.token(t, (*where, i), found) for i, t in enumerate(read.ids))
         vocab = context.tree.dimensions.vocab
         if read.top is not None and read.top > vocab:
             found.append(
@@ -321,44 +341,23 @@ def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> 
     return ReadPlan(read, sites, ids) if sites and len(found) == before else None
 
 
-def _token(token: int | str, context: Context, where: tuple[str | int, ...], found: list[Diagnostic]) -> int:
-    span, vocab = context.doc.at(*where), context.tree.dimensions.vocab
-    if isinstance(token, int):
-        if not 0 <= token < vocab:
-            found.append(Diagnostic("VT309", f"token id {token} is not in the vocabulary (0 … {vocab - 1})", span))
-        return token
-    ids = context.tokens.ids(token)
-    if len(ids) != 1:
-        pieces = ", ".join(f"{p!r} ({i})" for p, i in zip(context.tokens.pieces(ids), ids, strict=True))
-        spaced = context.tokens.ids(" " + token)
-        close = repr(" " + token) if len(spaced) == 1 else None
-        what = f"{token!r} is {len(ids)} tokens: {pieces}" if ids else f"{token!r} is no token"
-        found.append(Diagnostic("VT309", what, span, nearest=close, note="give one token, or its id"))
-        return -1
-    return ids[0]
-
-
 def _metric(metric: Metric, context: Context, found: list[Diagnostic]) -> MetricPlan | None:
     before = len(found)
     single = metric.kind != "logit_diff"
     where = (*metric.where, metric.kind)
-    ids = tuple(_token(t, context, where if single else (*where, i), found) for i, t in enumerate(metric.of))
-    if not sampled_only(metric.tokens):
+    ids = tuple(context.token(t, where if single else (*where, i), found) for i, t in enumerate(metric.of))
+    if not logits.sampled_only(metric.tokens):
         found.append(
             Diagnostic(
                 "VT310",
                 "a metric exists at rows that are sampled",
                 context.doc.at(*metric.where, "tokens"),
-                ("sampling", "generated", "{steps: […]}"),
+                logits.SAMPLED_ROWS,
             )
         )
     if len(found) > before:
         return None
     return MetricPlan(metric, ids, tuple(context.tokens.pieces(ids)))
-
-
-def sampled_only(rows: Rows) -> bool:
-    return rows.word in ("sampling", "generated") or rows.steps is not None or rows.after is not None
 
 
 def _overrides(spec: Spec, context: Context, found: list[Diagnostic]) -> dict[str, OverridePlan]:

@@ -137,7 +137,9 @@ class _Walker:
         elif "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
             fault = f"is not more than {schema['exclusiveMinimum']}"
         if fault:
-            self._say("VT104", f"{_name(path)}: {short(str(value))} {fault}", self._doc.at(*path))
+            text = "pattern" in schema and re.search(schema["pattern"], str(value))
+            note = f"write `{value}`" if text else None
+            self._say("VT104", f"{_name(path)}: {short(str(value))} {fault}", self._doc.at(*path), note=note)
 
     def _string(self, value: str, schema: Schema, path: NodePath) -> None:
         if len(value) < schema.get("minLength", 0):

@@ -38,6 +38,8 @@ class Compiled:
         """How the taps engine serves a site; None where it cannot."""
         if self.root is None:
             return None
+        if site.sampled:
+            return "hook"
         if site.module == self.root and site.op is not None:
             return "recorded"
         if self._holds_root(site):

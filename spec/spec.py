@@ -88,6 +88,9 @@ class At:
     wheres: tuple[NodePath, ...]
 
 
+BAN = "-inf"
+"""How a spec and a lock write the number that bans a token."""
+
 MATRICES = ("down", "up", "bias")
 """The fields of ``affine`` that name tensors, in the order of :attr:`Edit.matrices`."""
 
@@ -97,10 +100,11 @@ PROBE = ("weight", "bias")
 
 @dataclass(frozen=True)
 class Edit:
-    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine``, ``by`` of ``scale``, and ``to``
-    or ``by`` of ``feature``; None elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high``
-    the bounds of ``clamp``; ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of
-    ``add``.  ``heads`` and ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine``, ``by`` of ``scale``, ``to`` or
+    ``by`` of ``feature``, ``value`` of an ``add`` or ``set`` without a vector; None elsewhere.  ``vectors`` are the
+    directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``; ``matrices`` the names of ``affine``:
+    down, up and bias, if any; ``keep_norm`` is of ``add``.  ``heads`` and ``dims`` are inclusive ranges, ``ids`` tokens
+    as written, None for all.  ``python``: (file, function)."""
 
     name: str
     where: NodePath
@@ -118,11 +122,21 @@ class Edit:
     matrices: tuple[str, ...] = ()
     python: tuple[str, str] | None = None
     feature: FeatureUse | None = None
+    ids: tuple[int | str, ...] | None = None
 
     @property
-    def coefficient_key(self) -> str:
-        """How the spec calls the coefficient."""
-        return self.feature.does if self.feature is not None else "by" if self.verb == "scale" else "scale"
+    def by_value(self) -> bool:
+        """Whether a number stands in place of the vector."""
+        return self.verb in ("add", "set") and self.vector is None
+
+    @property
+    def coefficient_key(self) -> str | None:
+        """The field of the verb that :attr:`coefficient` is."""
+        if self.coefficient is None:
+            return None
+        if self.feature is not None:
+            return self.feature.does
+        return "by" if self.verb == "scale" else "value" if self.by_value else "scale"
 
 
 @dataclass(frozen=True)

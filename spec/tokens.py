@@ -6,7 +6,9 @@ fast tokenizer from what the folder holds.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -20,25 +22,30 @@ class TokenizerError(Exception):
 
 @dataclass(frozen=True)
 class Encoded:
-    """``ids`` of a text and, beside each, the half-open range of characters it covers (empty for special tokens)."""
+    """``ids`` of a text and, beside each, the half-open range of characters it covers: of a character that several
+    tokens share, each has it; a token that the tokenizer puts around the text has none, and the range is empty."""
 
     text: str
     ids: tuple[int, ...]
     offsets: tuple[Interval, ...]
 
-    def covering(self, start: int, stop: int) -> list[Interval]:
-        """Half-open ranges of tokens that overlap the characters ``start … stop``."""
-        hit = [i for i, (a, b) in enumerate(self.offsets) if a < stop and b > start]
-        return [(hit[0], hit[-1] + 1)] if hit else []
-
     def occurrences(self, text: str) -> list[Interval]:
-        """Half-open ranges of the tokens that overlap each occurrence of ``text``."""
+        """Half-open ranges of the tokens that overlap each occurrence of ``text``; occurrences may overlap too."""
         out: list[Interval] = []
+        covering, starts, ends = self._covering
         at = self.text.find(text)
         while at >= 0:
-            out.extend(self.covering(at, at + len(text)))
+            first, last = bisect_right(ends, at), bisect_left(starts, at + len(text))
+            if first < last:
+                out.append((covering[first], covering[last - 1] + 1))
             at = self.text.find(text, at + 1)
         return out
+
+    @cached_property
+    def _covering(self) -> tuple[list[int], list[int], list[int]]:
+        """The tokens that cover characters, with the ends of their ranges, all in order."""
+        covering = [i for i, (a, b) in enumerate(self.offsets) if a < b]
+        return covering, [self.offsets[i][0] for i in covering], [self.offsets[i][1] for i in covering]
 
 
 class Tokens:
@@ -66,7 +73,23 @@ class Tokens:
     def encode(self, text: str, *, special: bool) -> Encoded:
         """``special`` adds what the tokenizer puts around a prompt (a beginning-of-sequence token, say)."""
         found = self.fast.encode(text, add_special_tokens=special)
-        return Encoded(text, tuple(found.ids), tuple(found.offsets))
+        offsets = found.offsets
+        if self._bare is not None:
+            own = self._bare.encode(text, add_special_tokens=False)
+            first = next((i for i, added in enumerate(found.special_tokens_mask) if not added), 0)
+            rest = len(found.ids) - first - len(own.ids)
+            offsets = [(0, 0)] * first + own.offsets + [(0, 0)] * rest
+        return Encoded(text, tuple(found.ids), tuple(offsets))
+
+    @cached_property
+    def _bare(self) -> FastTokenizer | None:
+        """The tokenizer without what it does behind the model, where that takes blanks out of the tokens' ranges."""
+        after = self.fast.post_processor
+        if after is None or b'"trim_offsets":true' not in after.__getstate__():
+            return None
+        bare = FastTokenizer.from_str(self.fast.to_str())
+        bare.post_processor = None
+        return bare
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Token ids of ``text`` as a piece of a longer text: nothing is added around it."""

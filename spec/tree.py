@@ -103,7 +103,8 @@ class Site:
     the slice; ``heads`` divide it. ``hf_index`` is the index into Hugging Face's ``hidden_states``. ``op``: it is
     what this op of the module's forward computes (``element`` then counts in the op's tuple), or takes in (its
     number or keyword), and ``forward`` the function, in :attr:`ModelTree.forwards`; ``inside``: the function that this
-    one calls, of which it is an op (``op`` is ``OUTER.source.INNER``).
+    one calls, of which it is an op (``op`` is ``OUTER.source.INNER``).  ``sampled``: it is behind the forward and has a
+    row a sampled token (:mod:`vtaps.spec.behind`).
     """
 
     name: str
@@ -123,6 +124,7 @@ class Site:
     op: str | None = None
     forward: str | None = None
     inside: str | None = None
+    sampled: bool = False
 
     @property
     def value_name(self) -> str:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from vtaps.spec import aliases, shards
+from vtaps.spec.behind import LOGITS, head
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.layers import render_layers
 from vtaps.spec.locations import children, locate, paths_of
@@ -112,6 +113,8 @@ def _primary(tree: ModelTree, module: Module) -> Iterator[tuple[str, str]]:
             yield alias, name
     for alias in aliases.at_place(tree, module.path, "output", None, primary=True):
         yield alias, ""
+    if module.path == head(tree):
+        yield LOGITS, ""
 
 
 def render_at(tree: ModelTree, path: str, span: Span | None = None) -> tuple[str | None, list[Diagnostic]]:

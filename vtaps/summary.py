@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from vtaps.spec.budget import readings, slots_of, without_ids
 from vtaps.spec.expand import written
 from vtaps.spec.layers import collapsed
@@ -126,8 +128,9 @@ def _fusion(plan: Plan, name: str) -> list[str]:
 
 
 def _narrowed(edit: Edit) -> str:
-    """`` heads 0, 3..5 dims 0..7``: what narrows an edit."""
-    return "".join(
+    """`` heads 0, 3..5 dims 0..7``, `` ids " Paris", 12``: what narrows an edit."""
+    ids = "" if edit.ids is None else " ids " + ", ".join(json.dumps(i, ensure_ascii=False) for i in edit.ids)
+    return ids + "".join(
         f" {what} " + ", ".join(map(str, written(ranges)))
         for what, ranges in (("heads", edit.heads), ("dims", edit.dims))
         if ranges is not None

@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from vtaps.runtime.records import Completion, ReadRows, Request
 from vtaps.runtime.results.expected import Expected, Lock, fired_positions, point_of
+from vtaps.spec.behind import SAMPLES
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.rows import Ints, to_ranges
+from vtaps.spec.spec import BAN
 
 KEPT = 5
 """Findings of one kind that are printed one by one; the rest are counted."""
@@ -175,7 +177,10 @@ def _worthless(
         read = lock["reads"][name]
         faults: dict[str, list[tuple[str, int, int]]] = {}
         for site, rows in (sites_of(lock, completion, name) or {}).items():
-            for fault, at in _faults_of(read["kind"], rows, expected.rows):
+            if site == SAMPLES:
+                continue
+            banned = _banned(lock, request, name, site)
+            for fault, at in _faults_of(read["kind"], rows, expected.rows, banned):
                 if fault == "all zero" and _zeroed(lock, request, name, site):
                     continue
                 if read["kind"] != "mean":
@@ -196,15 +201,15 @@ def _worthless(
             )
 
 
-def _faults_of(kind: str, rows: ReadRows, count: int) -> Iterator[tuple[str, Ints]]:
+def _faults_of(kind: str, rows: ReadRows, count: int, banned: bool) -> Iterator[tuple[str, Ints]]:
     """Positions of all-zero rows and of rows that are not finite; a mean answers for its first row.  ``count``: the
-    completion's rows, past which nothing counts."""
+    completion's rows, past which nothing counts; ``banned``: −inf is due."""
     positions = rows.positions
     if kind == "python" and _all_nan(rows.values["python"][positions < count], rows.dtype):
         yield NAN, positions
         return
     for i, field in enumerate(f for f in FLOATS.get(kind, ()) if f in rows.values):
-        zero, finite = _zero_and_finite(rows.values[field], rows.dtype)
+        zero, finite = _zero_and_finite(rows.values[field], rows.dtype, banned)
         at = positions if len(positions) == len(zero) else positions[: len(zero)]
         if not finite.all():
             yield "not finite", at[~finite[: len(at)]]
@@ -212,13 +217,15 @@ def _faults_of(kind: str, rows: ReadRows, count: int) -> Iterator[tuple[str, Int
             yield "all zero", at[zero[: len(at)]]
 
 
-def _zero_and_finite(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """For each row, whether all of it is zero and whether all of it is finite."""
+def _zero_and_finite(
+    values: npt.NDArray[Any], dtype: str, banned: bool
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """For each row, whether all of it is zero and whether all of it is finite, or −inf where that is ``banned``."""
     zero, finite = np.empty(len(values), np.bool_), np.empty(len(values), np.bool_)
     step = max(1, PIECE * len(values) // max(1, values.nbytes))
     for at in range(0, len(values), step):
         some = slice(at, at + step)
-        zero[some], finite[some] = _piece(values[some], dtype)
+        zero[some], finite[some] = _piece(values[some], dtype, banned)
     return zero, finite
 
 
@@ -228,11 +235,21 @@ def _all_nan(values: npt.NDArray[Any], dtype: str) -> bool:
     return values.size > 0 and values.dtype.kind == "f" and bool(np.isnan(values).all())
 
 
-def _piece(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _piece(values: npt.NDArray[Any], dtype: str, banned: bool) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     flat = values.reshape(len(values), int(np.prod(values.shape[1:], dtype=np.int64)))
     if dtype == "bfloat16" and flat.dtype == np.uint16:
-        return (flat & 0x7FFF == 0).all(axis=1), (flat & 0x7F80 != 0x7F80).all(axis=1)
-    return (flat == 0).all(axis=1), np.isfinite(flat).all(axis=1)
+        finite = flat & 0x7F80 != 0x7F80
+        return (flat & 0x7FFF == 0).all(axis=1), (finite | (flat == 0xFF80) if banned else finite).all(axis=1)
+    finite = np.isfinite(flat)
+    return (flat == 0).all(axis=1), (finite | np.isneginf(flat) if banned else finite).all(axis=1)
+
+
+def _banned(lock: Lock, request: Request, read: str, site: str) -> bool:
+    """Whether the arm bans tokens of the site before the read sees them."""
+    if lock["reads"][read].get("sees") == "before_edits":
+        return False
+    used = point_of(lock, request.arm, request.point)["edits"]
+    return any(entry.get("coefficient") == BAN and site in entry["sites"] for entry in used)
 
 
 def _zeroed(lock: Lock, request: Request, read: str, site: str) -> bool:

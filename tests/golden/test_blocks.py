@@ -164,3 +164,20 @@ def test_verify_refuses_a_block_that_is_not_the_plan(tmp_path: Path, monkeypatch
     assert broken('"z[1]"', '"z[3]"')
     assert broken('vt.add(t, "add", hidden, residual)', 'vt.add(t, "add_dims", hidden, residual)')
     assert broken("BLOCK = vt", "import os\nBLOCK = vt")
+
+
+def test_which_tokens_are_biased_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled at the logits: other tokens and other numbers are the same structure, all of them another."""
+    seed_cache(tmp_path, monkeypatch)
+    source = (CASES / "logits" / "spec.yaml").read_text(encoding="utf-8")
+    source = source.replace("../../../data", str(ROOT / "tests" / "data"))
+
+    def structure(said: str) -> str:
+        text = source.replace('add: {value: 5, ids: [" Paris", 12, 11]}', said)
+        assert said in text
+        (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
+        return str(json.loads(compiled(tmp_path / "spec.yaml")["spec.lock.json"])["block"]["structure"])
+
+    few = {"add: {value: 5, ids: [12]}", "add: {value: -1, ids: [7, 8, 300]}", "add: {value: 1, dims: [0..9]}"}
+    [base] = {structure(said) for said in few}
+    assert structure("add: {value: 1}") != base and structure("scale: {by: 1, ids: [12]}") != base

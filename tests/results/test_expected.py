@@ -194,3 +194,28 @@ def test_many_findings_of_one_kind_are_counted() -> None:
     out: list[Diagnostic] = collect([*many, Finding("VT604", "read r", "a", "other")], make.LOCK)
     assert [d.message for d in out] == [*(f"message {i}" for i in range(5)), "other"]
     assert out[4].note == "4 more of this kind in arm a"
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_a_ban_makes_minus_infinity_and_nothing_else(bits: bool) -> None:
+    where = make.SITES[0]
+    never = {**make.use("never", None, where), "coefficient": "-inf"}
+    locked = make.lock(
+        reads={n: {**make.read("rows", {"rows": "sampling"}), "sites": [where]} for n in ("after", "before", "odd")},
+        edits={"never": {**make.edit("set", {"rows": "sampling"}, where), "value": True, "columns": [[1, 2]]}},
+        arms={"a": make.arm(reads=["after", "before", "odd"], points=[point(never) | {"overrides": []}])},
+    )
+    locked["reads"]["before"]["sees"] = "before_edits"
+    request = Request("k", "a", 0, "facts", "france", PROMPT)
+    banned = np.full((5, 4), 0x3F80, np.uint16) if bits else GOOD.copy()
+    banned[:, 1] = 0xFF80 if bits else -np.inf
+    odd = banned.copy()
+    odd[2, 0], odd[3, 0] = (0x7F80, 0x7FC0) if bits else (np.inf, np.nan)
+    held = {"after": banned, "before": banned, "odd": odd}
+    dtype = "bfloat16" if bits else "float32"
+    reads = {(n, where): ReadRows(np.arange(6, 11), {"rows": v}, dtype) for n, v in held.items()}
+    done = Completion(0, GENERATED, "", "length", Record(fired={"never": ((6, 11),)}, reads=reads))
+    before, strange = examine(locked, request, done, expect(locked, request, done))
+    assert "read before" in before.message and "5 rows at 1 site not finite" in before.message
+    assert "read odd" in strange.message and "2 rows at 1 site not finite" in strange.message
+    assert before.code == strange.code == "VT604"

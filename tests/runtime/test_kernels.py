@@ -597,6 +597,34 @@ def test_the_kernel_rounds_the_product_before_the_sum(device: str) -> None:
     assert not built.x.any()
 
 
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("device", ["cpu", GPU, INTERPRETER])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_ban_is_minus_infinity_in_its_columns_alone(dtype: Any, device: str) -> None:
+    """A vocabulary of 1030; what is banned stays so when it is raised and scaled by more than 0."""
+    width, banned = 1030, [0, 7, 1029]
+    logits = torch.linspace(-8, 8, width).to(dtype).repeat(3, 1)
+    logits[2] = torch.nan
+    board = vt.Board.empty(3, 3, 3, 1, device)
+    board.rows[:, 0] = vt.LIVE
+    board.rows[0, 1:] = 1
+    board.rows[1, 3] = 1
+    index, ones = torch.zeros(2, dtype=torch.int32, device=device), torch.ones(1, width, device=device)
+    mask = torch.zeros(width, dtype=torch.uint8, device=device)
+    mask[banned] = 1
+    for row, c in enumerate((-torch.inf, 5.0, 0.5)):
+        vectors, columns = (None if row == 2 else ones), (mask if row == 0 else None)
+        board.set_edit(row, torch.tensor([torch.nan, c], device=device), index, vectors, columns)
+    statements = (vt.Statement(vt.SET, 1, 0, True), vt.Statement(vt.ADD, 2, 1), vt.Statement(vt.SCALE, 3, 2))
+    x = logits.clone().to(device)
+    (vt.reference if device == "cpu" else vt.launch)(board, vt.LocationProgram(0, 0, width, statements), x)
+    wanted = logits.clone()
+    wanted[0] = ((wanted[0].float() + 5.0).to(dtype).float() * 0.5).to(dtype)
+    wanted[0, banned] = -torch.inf
+    wanted[1] = (wanted[1].float() * 0.5).to(dtype)
+    assert_bits(bits(x), bits(wanted), "logits")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -501,7 +501,7 @@ def test_the_proof_finds_every_tap_that_is_in_the_graph(tmp_path: Path) -> None:
     s = Session(toy.write(tmp_path, "taps"))
     s.attach(model := toy.Model(), model.compute_logits, LIMITS, torch.float32, toy.compiled)
     in_graph = s.in_graph.tolist()
-    assert in_graph == [name != "logits" for name in toy.SITES]
+    assert in_graph == [name not in toy.BEHIND for name in toy.SITES]
     with torch.inference_mode():
         for rows in (1, 3, 8):
             before = s.boards.seen.clone()
@@ -531,7 +531,6 @@ def compare_read(
 ) -> None:
     """``rows``: what the read saw, ``[n, width]``, at ``positions``."""
     values = got.values
-    logits = 2 * rows @ toy.UNEMBEDDING.T if entry["kind"] == "lens" else None
     match entry["kind"]:
         case "rows":
             close(values["rows"], rows, said)
@@ -558,15 +557,19 @@ def compare_read(
             picked = np.where(ids < 0, 0.0, np.take_along_axis(active, np.maximum(ids, 0), 1))
             close(values["activations"], picked, said)
         case "lens":
-            assert logits is not None
-            ids = values["ids"]
-            if "top" in entry:
-                assert all(len(set(row)) == entry["top"] for row in ids.tolist())
-                close(values["logits"], -np.sort(-logits)[:, : entry["top"]], said)
-            else:
-                assert (ids == entry["ids"]).all()
-            close(values["logits"], np.take_along_axis(logits, ids, 1), said)
-            close(values["logsumexp"], np.log(np.exp(logits).sum(-1)), said)
+            compare_lens(got, entry, 2 * rows @ toy.UNEMBEDDING.T, said)
+
+
+def compare_lens(got: Any, entry: dict[str, Any], logits: np.ndarray[Any, Any], said: str) -> None:
+    values = got.values
+    ids = values["ids"]
+    if "top" in entry:
+        assert all(len(set(row)) == entry["top"] for row in ids.tolist())
+        close(values["logits"], -np.sort(-logits)[:, : entry["top"]], said)
+    else:
+        assert (ids == entry["ids"]).all()
+    close(values["logits"], np.take_along_axis(logits, ids, 1), said)
+    close(values["logsumexp"], np.log(np.exp(logits).sum(-1)), said)
 
 
 def compare(got: Record, worker: toy.Worker, i: int) -> None:
@@ -595,7 +598,7 @@ def compare(got: Record, worker: toy.Worker, i: int) -> None:
     for name in arm.get("reads", ()):
         entry = toy.READS[name]
         for site in entry["sites"]:
-            wanted = [p for p in selected(entry["tokens"]) if site != "logits" or p >= ask.prompt - 1]
+            wanted = [p for p in selected(entry["tokens"]) if site not in toy.BEHIND or p >= ask.prompt - 1]
             if not wanted:
                 continue
             seen.add((name, site))
@@ -603,6 +606,9 @@ def compare(got: Record, worker: toy.Worker, i: int) -> None:
             dtype = toy.DTYPES.get(name, "float32")
             assert read.positions.tolist() == wanted and read.dtype == dtype, (i, name, site)
             rows = streams[site][name not in toy.BEFORE][wanted]
+            if site == "logits" and entry["kind"] == "lens":
+                compare_lens(read, entry, rows, f"request {i}, {name} at {site}")
+                continue
             compare_read(name, read, entry, rows, np.array(wanted), f"request {i}, {name} at {site}")
     assert got.reads.keys() == seen
 

@@ -95,7 +95,10 @@ SITES: dict[str, dict[str, Any]] = {
     "r2": {"module": "layers.2", "output": 0, "residual": 1},
     "final": {"module": "norm"},
     "logits": {"module": "head", "width": VOCAB, "rows": "sampled"},
+    "samples": {"module": "sampler", "width": 1, "rows": "sampled"},
 }
+BEHIND = ("logits", "samples")
+"""They have a row a request."""
 EDITS: dict[str, dict[str, Any]] = {
     "push": {"verb": "add", "sites": ["in", "r0", "r1"], "tokens": "generated"},
     "gain": {"verb": "scale", "sites": ["r1", "final"], "tokens": "steps"},
@@ -105,6 +108,8 @@ EDITS: dict[str, dict[str, Any]] = {
     "bump": {"verb": "add", "sites": ["logits"], "tokens": "sampling"},
     "drive": {"verb": "feature", "sites": ["r0", "r2"], "tokens": "but", "sae": {"dir": "sae", "does": "to"}},
     "nudge": {"verb": "feature", "sites": ["r2"], "tokens": "sampling", "sae": {"dir": "sae", "does": "by"}},
+    "more": {"verb": "add", "sites": ["logits"], "tokens": "steps", "columns": [[1, 2], [4, 6]], "value": True},
+    "never": {"verb": "set", "sites": ["logits"], "tokens": "sampling", "columns": [[7, 9]], "value": True},
     "bend": {
         "verb": "python",
         "sites": ["r1", "final"],
@@ -122,12 +127,14 @@ def bend(rows, at):
 """
 READS: dict[str, dict[str, Any]] = {
     "dots": {"kind": "project", "sites": ["r1", "final"], "tokens": "but", "vectors": ["v", "w"]},
-    "rows": {"kind": "rows", "sites": [s for s in SITES if s != "logits"], "tokens": "all"},
+    "rows": {"kind": "rows", "sites": [s for s in SITES if s not in BEHIND], "tokens": "all"},
     "out": {"kind": "rows", "sites": ["logits"], "tokens": "all"},
     "norm": {"kind": "norm", "sites": ["r2", "logits"], "tokens": "generated"},
     "mean": {"kind": "mean", "sites": ["r0", "cut"], "tokens": "all"},
     "late": {"kind": "mean", "sites": ["in2"], "tokens": "steps"},
-    "top": {"kind": "lens", "sites": ["r0", "r2"], "tokens": "sampling", "top": 3},
+    "top": {"kind": "lens", "sites": ["r0", "r2", "logits"], "tokens": "sampling", "top": 3},
+    "picked": {"kind": "lens", "sites": ["logits"], "tokens": "steps", "ids": [7, 0]},
+    "said": {"kind": "rows", "sites": ["samples"], "tokens": "generated"},
     "chosen": {"kind": "lens", "sites": ["final"], "tokens": "but", "ids": [1, 4]},
     "asked": {"kind": "probe", "sites": ["r1", "final"], "tokens": "but", "vectors": ["weight", "bias"]},
     "most": {"kind": "features", "sites": ["r0", "r2"], "tokens": "sampling", "sae": "sae", "top": 3},
@@ -159,7 +166,7 @@ def feel(rows, at):
 def count(rows):
     return (rows > 0).sum(-1, dtype=torch.uint8)
 """
-DTYPES = {"count": "uint8"}
+DTYPES = {"count": "uint8", "said": "int32"}
 """Of what a read keeps, where it is not float32."""
 METRICS: dict[str, dict[str, Any]] = {
     "logprob": {"kind": "logprob", "ids": [3], "tokens": "sampling"},
@@ -203,10 +210,16 @@ ARMS: dict[str, dict[str, Any]] = {
                     edit("clear", "r0", "in2"),
                     edit("put", "cut", coefficient=-1.0, vector="narrow"),
                     edit("bump", "logits", coefficient=0.5, vector="u"),
+                    edit("more", "logits", coefficient=1.5),
                 ]
             },
             {
-                "edits": [edit("push", "r0", "r1", coefficient=-0.5, vector="w"), edit("gain", "r1", coefficient=-2.0)],
+                "edits": [
+                    edit("push", "r0", "r1", coefficient=-0.5, vector="w"),
+                    edit("gain", "r1", coefficient=-2.0),
+                    edit("more", "logits", coefficient=-2.0),
+                    {**edit("never", "logits"), "coefficient": "-inf"},
+                ],
                 "overrides": SAY,
             },
             {
@@ -293,8 +306,8 @@ def served(asks: Sequence[Ask], mode: str) -> list[Ask]:
 
 
 def compiled(module: str) -> bool:
-    """All but the unembedding, which vLLM calls outside of what it compiles."""
-    return module != "head"
+    """All but the unembedding, which vLLM calls outside of what it compiles, and what is sampled of it."""
+    return module not in ("head", "sampler")
 
 
 def inputs(request: int, positions: Sequence[int], times: Sequence[int]) -> Array:
@@ -316,7 +329,8 @@ def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[in
                 rows = np.array([holds(entry["tokens"], ask, request, p) for p in positions], bool)
                 ranges = entry.get("columns", [[0, x.shape[1]]])
                 cells = np.ix_(np.flatnonzero(rows), np.concatenate([np.arange(a, b) for a, b in ranges]))
-                vector = 0.0 if use["vector"] is None else use["coefficient"] * VECTORS[use["vector"]]
+                by = float(use["coefficient"]) if entry.get("value") else 0.0
+                vector = by if use["vector"] is None else use["coefficient"] * VECTORS[use["vector"]]
                 match entry["verb"]:
                     case "add":
                         x[cells] += vector
@@ -343,6 +357,9 @@ def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[in
             x = x.copy()
             x[:, slice(*CUT)] = at("cut", x[:, slice(*CUT)])
     at("logits", at("final", 2 * x) @ UNEMBEDDING.T)
+    speaks = "overrides" in ARMS[ask.arm]["points"][ask.point]
+    steps = [p - ask.prompt + 1 - sch.SAY_AT for p in positions]
+    at("samples", np.array([[sch.SAY[s] if speaks and 0 <= s < len(sch.SAY) else -1] for s in steps], np.float64))
     return out
 
 

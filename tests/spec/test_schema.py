@@ -48,6 +48,9 @@ edits:
   f: {at: mid, tokens: all, scale: {by: 2}}
   g: {at: mid, tokens: all, zero: {}}
   h: {at: mid, tokens: all, set: {vector: b}}
+  i: {at: logits, tokens: sampling, add: {value: 5, ids: [" Paris", 1]}}
+  j: {at: logits, tokens: sampling, set: {value: -inf, ids: [1]}}
+  k: {at: mid, tokens: all, set: {value: 0.5, dims: [0..3]}}
 overrides: {o: {start: 0, text: " x"}, p: {start: 2, ids: [1, 2]}}
 metrics:
   m: {logprob: " Paris", tokens: {steps: [0]}}
