@@ -154,7 +154,8 @@ class Harvest:
             rows = taken.repeats * taken.count
             rows += sum(t.repeats * t.count for t in self._waiting.get(ring.key, ()))
             if ring.kind in ("lens", "features"):
-                enough = rows * ring.sites >= LENS_ROWS
+                # The locations of a lens share one matrix; each may have an SAE of its own.
+                enough = rows * (ring.sites if ring.kind == "lens" else 1) >= LENS_ROWS
             else:
                 enough = rows * ring.row_bytes >= GATHERED_BYTES
             if enough or 2 * rows >= ring.slots:
