@@ -11,11 +11,12 @@ from typing import Any, Literal
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python", "gate"]
 VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
-WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
-USES_VECTOR = ("add", "set", "clamp")
-Kind = Literal["rows", "mean", "norm", "project", "lens", "python"]
+"""Of the lock's edits; ``gate`` is not one of them."""
+WITHOUT_COEFFICIENT = ("zero", "clamp", "python", "gate")
+USES_VECTOR = ("add", "set", "clamp", "gate")
+Kind = Literal["rows", "mean", "norm", "project", "lens", "python", "gate"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens", "python")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 METRICS: tuple[MetricKind, ...] = ("logprob", "logit_diff", "rank")
@@ -66,7 +67,7 @@ class ForwardEntry:
 @dataclass(frozen=True)
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
-    file, the function in it, the file's sha256."""
+    file, the function in it, the file's sha256; ``when``: the key of its gate in :attr:`Program.gates`."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -75,6 +76,16 @@ class EditEntry:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str, str | None] | None = None
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class GateEntry:
+    """``cosine``: the score is over the row's length; ``reduce``: how a request's scores become one, None where each
+    row decides for itself."""
+
+    cosine: bool
+    reduce: Literal["max", "mean", "last"] | None
 
 
 @dataclass(frozen=True)
@@ -133,13 +144,15 @@ class ArmEntry:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One request's selectors, compiled: the distinct ones and, for each use, which it is."""
+    """One request's selectors, compiled: the distinct ones and, for each use, which it is; ``gated``: edit → its
+    gate, and whether that decides for the whole request."""
 
     selections: tuple[Selection, ...]
     edits: tuple[tuple[PointEdit, int], ...]
     reads: tuple[tuple[str, int], ...]
     metrics: tuple[tuple[str, int], ...]
     overrides: tuple[tuple[int, tuple[int, ...]], ...]
+    gated: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -153,7 +166,9 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Program:
-    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``."""
+    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``.
+
+    A gate is an edit, whose uses are its bounds, and a read, of its scores, under one key (``gates.NAME``)."""
 
     folder: Path
     structure: str
@@ -171,6 +186,7 @@ class Program:
     mode: str = "eager"
     tap_memory: int | None = None
     forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
+    gates: Mapping[str, GateEntry] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
 
@@ -206,6 +222,7 @@ class Program:
             turns=[(str(role), int(a), int(b)) for role, a, b in asked.get("turns") or ()],
             overrides={n: (s, len(self.overrides[n].ids)) for n, s in chosen.overrides.items()},
         )
+        reads = [*entry.reads, *(e.edit for e in chosen.edits if e.edit in self.gates)]
         index: dict[Rows, int] = {}
         selections: list[Selection] = []
 
@@ -220,9 +237,14 @@ class Program:
 
         return Compiled(
             edits=tuple((e, use(self.edits[e.edit].tokens, f"edits.{e.edit}")) for e in chosen.edits),
-            reads=tuple((r, use(self.reads[r].tokens, f"reads.{r}")) for r in entry.reads),
+            reads=tuple((r, use(self.reads[r].tokens, f"reads.{r}")) for r in reads),
             metrics=tuple((m, use(self.metrics[m].tokens, f"metrics.{m}")) for m in entry.metrics),
             overrides=tuple((start, self.overrides[n].ids) for n, start in chosen.overrides.items()),
+            gated={
+                e.edit: (when, self.gates[when].reduce is not None)
+                for e in chosen.edits
+                if (when := self.edits[e.edit].when) is not None
+            },
             selections=tuple(selections),
         )
 

@@ -73,6 +73,11 @@ CODES: dict[str, Code] = {
     "VT322": Code("a Python function cannot be used"),
     "VT323": Code("a vector has no direction of its own"),
     "VT324": Code("the bounds do not fit"),
+    "VT330": Code("the gate cannot decide"),
+    "VT331": Code("the gate comes too late"),
+    "VT332": Code("a gate would edit rows already computed"),
+    "VT333": Code("a gated edit never acts"),
+    "VT334": Code("a gated edit selects rows without a score", "warning"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -11,6 +11,7 @@ from vtaps.spec.document import Document, NodePath
 from vtaps.spec.rows import WORDS, Interval, Rows
 from vtaps.spec.sizes import parse_size
 from vtaps.spec.spec import (
+    GATE_KINDS,
     MATRICES,
     TAP_MEMORY,
     Arm,
@@ -18,6 +19,7 @@ from vtaps.spec.spec import (
     Axis,
     Edit,
     EngineRef,
+    Gate,
     Metric,
     ModelRef,
     Override,
@@ -34,7 +36,7 @@ SCALED = ("add", "set", "project_out", "affine")
 PROMPT_KINDS = ("text", "chat", "ids")
 METRIC_KINDS = ("logprob", "logit_diff", "rank")
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
-SECTIONS = ("vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts", "arms")
+SECTIONS = ("vectors", "taps", "reads", "gates", "edits", "overrides", "metrics", "prompts", "arms")
 
 T = TypeVar("T")
 
@@ -100,6 +102,7 @@ def parse(doc: Document, found: list[Diagnostic] | None = None) -> Spec | None:
         arms=each("arms", _arm),
         sampling={**SAMPLING_DEFAULTS, **data.get("sampling", {})},
         broken=broken,
+        gates=each("gates", _gate),
     )
 
 
@@ -170,6 +173,23 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         keep_norm=bool(body.get("keep_norm")),
         matrices=tuple(body[key] for key in MATRICES if key in body),
         python=_function(data["python"]) if verb == "python" else None,
+        when=data.get("when"),
+    )
+
+
+def _gate(name: str, data: Mapping[str, Any], where: NodePath) -> Gate:
+    kind = next(k for k in GATE_KINDS if k in data)
+    return Gate(
+        name,
+        where,
+        at=_at(data["at"], (*where, "at")),
+        tokens=parse_rows(data["tokens"]),
+        kind=kind,  # type: ignore[arg-type]
+        vector=data[kind],
+        holds=data["holds"],
+        reduce=data.get("reduce"),
+        above=float(data["above"]) if "above" in data else None,
+        below=float(data["below"]) if "below" in data else None,
     )
 
 

@@ -14,6 +14,8 @@ GATHERED_STEPS = 64
 GATHERED_BYTES = 64 << 20
 """Where a step selects little, slots are there for up to this many steps and bytes: rows then leave many together."""
 
+GATE_BYTES = 12
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -46,6 +48,8 @@ def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
     """Bytes on the device of one row of a read at locations of these ``widths``.
 
     Rows, and those that a lens is taken of, are held in the model's ``dtype``.  Norms, dot products and means need the
-    unrounded stream, so their rows are held whole in float32.
+    unrounded stream, so their rows are held whole in float32.  A gate keeps three float32 numbers.
     """
+    if kind == "gate":
+        return GATE_BYTES
     return sum(widths) * (ITEM_BYTES[dtype] if kind in ("rows", "lens") else 4)

@@ -74,7 +74,8 @@ class Edit:
     """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine`` and ``by`` of ``scale``; None
     elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``;
     ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of ``add``.  ``heads`` and
-    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function); ``when``: the name
+    of its gate."""
 
     name: str
     where: NodePath
@@ -91,6 +92,28 @@ class Edit:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str] | None = None
+    when: str | None = None
+
+
+GATE_KINDS = ("project", "cosine")
+BOUNDS = ("above", "below")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``kind``: the score is the row's product with ``vector``, or that over both lengths; a row, or what ``reduce``
+    makes of a request's rows, passes where ``above`` < score < ``below``."""
+
+    name: str
+    where: NodePath
+    at: At
+    tokens: Rows
+    kind: Literal["project", "cosine"]
+    vector: str
+    holds: Literal["row", "request"]
+    reduce: Literal["max", "mean", "last"] | None = None
+    above: float | None = None
+    below: float | None = None
 
 
 @dataclass(frozen=True)
@@ -196,9 +219,11 @@ class Spec:
     arms: Mapping[str, Arm]
     sampling: Mapping[str, Any]
     broken: frozenset[NodePath] = frozenset()
+    gates: Mapping[str, Gate] = field(default_factory=dict)
 
-    def selecting(self) -> Iterator[Read | Edit | Metric]:
+    def selecting(self) -> Iterator[Read | Edit | Metric | Gate]:
         """Everything that selects rows."""
+        yield from self.gates.values()
         yield from self.edits.values()
         yield from self.reads.values()
         yield from self.metrics.values()
@@ -207,8 +232,9 @@ class Spec:
         """The locations of everything that has some."""
         yield from (acting.at for acting in self.acting())
 
-    def acting(self) -> Iterator[Edit | Read]:
+    def acting(self) -> Iterator[Edit | Read | Gate]:
         """Everything that has locations."""
+        yield from self.gates.values()
         yield from self.edits.values()
         yield from self.reads.values()
 

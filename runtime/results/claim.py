@@ -15,7 +15,17 @@ from vtaps.codegen.lock import lock_digest
 from vtaps.spec import digests
 
 OURS = frozenset(
-    {".lock", "lock.json", "metrics.parquet", "partial", "reads", "requests.parquet", "run.json", "tokens.parquet"}
+    {
+        ".lock",
+        "gates.parquet",
+        "lock.json",
+        "metrics.parquet",
+        "partial",
+        "reads",
+        "requests.parquet",
+        "run.json",
+        "tokens.parquet",
+    }
 )
 """Everything a run writes beside the blocks, whose names run.json and the plan say."""
 
@@ -34,7 +44,7 @@ def bare(lock: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(lock)
     if "block" in out:
         out["block"] = {k: v for k, v in out["block"].items() if k != "lines"}
-    for section in ("edits", "reads", "overrides", "metrics"):
+    for section in ("edits", "reads", "overrides", "metrics", *(["gates"] if "gates" in lock else [])):
         out[section] = {n: {k: v for k, v in d.items() if k != "line"} for n, d in lock[section].items()}
     return out
 
