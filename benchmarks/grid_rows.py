@@ -20,6 +20,7 @@ def clamp(rows):
 TOP = 10
 SCALE = 4.0
 HEAD = 3
+GATE = "seen"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ ROWS = {
         Row("project_out_one", "two directions taken out at one layer", "one", ("edits", "project_out_one"), 0.98),
         Row("clamp_one", "one layer clamped along a direction", "one", ("edits", "clamp_one"), 0.98),
         Row("affine_one", "a rank-1 map at one layer", "one", ("edits", "affine_one"), 0.98),
+        Row("gate_one", "one layer steered by a gate of rows before it", "one", ("edits", "gate_one"), 0.98),
         Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
         Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
@@ -149,6 +151,7 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("edits", "project_out_one"): {"at": one, "tokens": "all", "project_out": {"vectors": ["noise", "more"]}},
         ("edits", "clamp_one"): {"at": one, "tokens": "all", "clamp": {"vector": "noise", "min": -1.0, "max": 1.0}},
         ("edits", "affine_one"): {"at": one, "tokens": "all", "affine": {"down": "noise", "up": "noise", "scale": 0.1}},
+        ("edits", "gate_one"): {"at": one, "tokens": "all", "add": add, "when": GATE},
         ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
         ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
@@ -186,6 +189,11 @@ def spec_text(
             spec.setdefault(section, {})[name] = _definition(row.installs, load, shape, seed)
             if row.installs not in used:
                 arms["not_served"] = {"prompts": [load.name], section: [name]}
+            if "when" in spec[section][name]:
+                # Every row passes, so that it is known what there is to do.
+                at = f"resid_post[{shape.layers // 2 - 1}]"
+                gate = {"at": at, "tokens": "all", "cosine": "noise", "above": -2.0, "holds": "row"}
+                spec["gates"] = {GATE: gate}
             if "python" in spec[section][name]:
                 files["edits.py"] = PYTHON
             for number, vector in enumerate(_vectors(spec[section][name])):

@@ -8,7 +8,7 @@ while later steps write further on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +75,7 @@ class Axis:
         host, last = self.host, 0
         host[: self.dirty] = 0
         for fill in edits:
-            # A gated edit's statements look at what its gate makes of it.
-            kind = "source" if fill.name in self.gates.when else "edit"
-            host[fill.rows, self.columns[kind, fill.name]] = fill.points
+            host[fill.rows, self.gates.written(fill.name)] = fill.points
             host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
         for fill, start in reads:
@@ -88,19 +86,16 @@ class Axis:
         self._upload(max(last, self.dirty))
         self.dirty = last
 
-    def move(self, reads: Iterable[tuple[Fill, int]]) -> bool:
-        """The same rows as in the last step, with other slots; whether there are any."""
-        moved = False
+    def move(self, reads: Sequence[tuple[Fill, int]]) -> None:
+        """The same rows as in the last step, with other slots."""
         for fill, start in reads:
             column = self.columns["read", fill.name]
             if len(fill.rows) == 1:
                 self.host[fill.rows[0], column] = start + 1
             else:
                 self.host[fill.rows, column] = np.arange(start + 1, start + 1 + len(fill.rows))
-            moved = True
-        if moved:
+        if reads:
             self._upload(self.dirty)
-        return moved
 
     def clear(self) -> None:
         if self.dirty:
@@ -190,8 +185,8 @@ class Boards:
             for kind, name in columns
             if kind == "read"
         }
-        gates = Gates(columns, when)
-        axis = Axis(board, host, columns, rings, upload=None if on_cpu else Upload(host, table), gates=gates)
+        upload = None if on_cpu else Upload(host, table)
+        axis = Axis(board, host, columns, rings, upload=upload, gates=Gates(columns, when))
         row = 0
         for name, notes in mine.items():
             site = program.sites[name]
@@ -207,7 +202,7 @@ class Boards:
                     statements.append(self._edit(board, row, site, note, columns["edit", note.name]))
                 else:
                     ring = rings[note.name]
-                    memory, index = _place(ring, name)
+                    memory, index = ring.place(name)
                     board.set_read(row, memory, index)
                     code = KEEP if note.kind in ("rows", "lens") else KEEP32
                     statements.append(Statement(code, columns["read", note.name], row, False))
@@ -280,8 +275,7 @@ class Boards:
                 return directions(loaded, names, note.columns)
             return np.concatenate([directions([v], [n], note.columns) for v, n in zip(loaded, names, strict=True)])
         except VectorError as error:
-            where = note.name if edit.verb == "gate" else f"edits.{note.name}"
-            raise LockError(where, f"{error.message} (at {site.name})") from error
+            raise LockError(f"{'edits.' * (not cosine)}{note.name}", f"{error.message} (at {site.name})") from error
 
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -327,7 +321,7 @@ class Boards:
                 launched = (note for note in self.notes[number] if not note.python)
                 for note, statement in zip(launched, program.statements, strict=True):
                     if note.kind and note.name == ring.read:
-                        axis.board.set_read(statement.descriptor, *_place(ring, number))
+                        axis.board.set_read(statement.descriptor, *ring.place(number))
 
     def keep(self, ring: Ring, site: str, start: int, rows: Tensor) -> None:
         """Write what a function gave for the rows of a step, ``[n, …]``, into the slots ``start …`` of ``site``; the
@@ -404,10 +398,3 @@ class Boards:
             for number in np.unique(fill.points) if fill.points is not None else ():
                 found.update(dict.fromkeys(uses[int(number)]))
         return found
-
-
-def _place(ring: Ring, site: str) -> tuple[Tensor, int]:
-    for sites, memory in ring.groups:
-        if site in sites:
-            return memory, sites.index(site)
-    raise KeyError(site)

@@ -99,6 +99,10 @@ class Gates:
                     columns["fold", name] = len(columns) + 1
         return when
 
+    def written(self, edit: str) -> int:
+        """The column that the host writes for an edit; of one with a gate, its statements look at another."""
+        return self.columns["source" if edit in self.when else "edit", edit]
+
     def wiring(self, name: str, cosine: bool, device: torch.device) -> Tensor:
         """What a row gate's launch is told of the columns; a request gate's writes none."""
         pairs = [] if ("seat", name) in self.columns else self._pairs(name)

@@ -265,15 +265,15 @@ class Session:
             self._active = (plan, frozenset(self.boards.order[n] for n in self.boards.active(plan)))
 
     def _fill(self, axis: Axis, edits: Sequence[Fill], reads: Sequence[tuple[Fill, int]], shift: int) -> None:
-        if shift and not axis.move(reads):
-            return
-        if not shift and not (edits or reads):
-            axis.clear()
-            return
-        if not shift:
+        if shift:
+            axis.move(reads)
+        elif edits or reads:
             axis.write(edits, reads)
-        # An upload says of no request gate what it decided.
-        axis.gates.tell(axis.board, axis.dirty, edits)
+        else:
+            axis.clear()
+        if reads or not shift:
+            # What was uploaded says of no request gate what it decided.
+            axis.gates.tell(axis.board, axis.dirty, edits)
 
     def passed(self) -> None:
         """A forward has been started, with the tables as they are."""

@@ -247,7 +247,7 @@ def compare(record: Record, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("mode", ["eager", "taps"])
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     case=sch.schedules({"plain": 1, "look": 1, "rows": 2, "request": 2, "all": 1}, budget=st.integers(1, 20)),
     data=st.data(),
