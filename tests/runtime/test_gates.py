@@ -4,8 +4,9 @@ reported is what acted."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tests.runtime import schedules as sch
 from tests.runtime import toy
 from tests.runtime.schedules import Ask, holds
+from tests.runtime.test_cuda import CHUNK, LIMITS, captured
 from vtaps.runtime import gates as worker_gates
 from vtaps.runtime import ops
 from vtaps.runtime.kernels import sentinel
@@ -246,6 +248,47 @@ def compare(record: Record, oracle: Oracle) -> None:
         np.testing.assert_array_equal(read.values["rows"], [out[site] for out, _ in rows])
 
 
+class Drive:
+    """A worker driven through a schedule; every row that it puts out, and every record, is held against the oracle."""
+
+    def __init__(self, worker: toy.Worker, forward: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self.worker, self.session, self._forward = worker, worker.session, forward or worker.model
+        self.oracles = [Oracle(ask, i) for i, ask in enumerate(worker.asks)]
+        self.gone: set[int] = set()
+
+    def run(self, event: sch.Event, *, late: bool = False, padding: int = 0) -> None:
+        match event:
+            case sch.Step(shares):
+                self._step(shares, late, padding)
+            case sch.Dummy():
+                self.worker.dummy()
+            case sch.Finish(i):
+                self.session.table.finish(f"r{i}")
+            case sch.Collect(i) if self.worker.asks[i].arm != "plain":
+                [(_, found)] = self.session.collect([(f"k{i}", 0, self.worker.asks[i].generated)])
+                self.gone.add(i)
+                compare(found, Oracle(self.worker.asks[i], i))
+
+    def _step(self, shares: Sequence[sch.Share], late: bool, padding: int) -> None:
+        finals: list[Array] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            out = self._forward(x)
+            finals.append(out.cpu().numpy().copy())
+            return out
+
+        self.worker.step(shares, self.worker.rows(shares, padding), forward, late=late)
+        row = 0
+        for share in shares:
+            oracle, times = self.oracles[share.request], self.worker.times[share.request]
+            if share.start + share.count > oracle.ask.prompt:
+                oracle.decide(dict.fromkeys(times, 0))
+            for p in range(share.start, share.start + share.count):
+                if share.request not in self.gone:
+                    np.testing.assert_array_equal(finals[0][row], oracle.rows(p, times[p])[0]["final"])
+                row += 1
+
+
 @pytest.mark.parametrize("mode", ["eager", "taps"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
@@ -260,40 +303,78 @@ def test_every_row_is_edited_as_its_gates_decide(
     rows = max(sum(share.count for share in shares) for shares in steps)
     session = Session(manifests[mode])
     inside = toy.compiled if mode == "taps" else None
-    worker = toy.Worker(session, asks, Limits(rows + 2, max(map(len, steps)), rows), inside=inside)
-    oracles = [Oracle(ask, i) for i, ask in enumerate(asks)]
-    finals: list[Array] = []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = worker.model(x)
-        finals.append(out.numpy().copy())
-        return out
-
-    gone: set[int] = set()
+    drive = Drive(toy.Worker(session, asks, Limits(rows + 2, max(map(len, steps)), rows), inside=inside))
     for event in events:
-        match event:
-            case sch.Step(shares):
-                x = worker.rows(shares, data.draw(st.integers(0, 2), "padding"))
-                worker.step(shares, x, forward, late=data.draw(st.booleans(), "late"))
-                row = 0
-                for share in shares:
-                    oracle, times = oracles[share.request], worker.times[share.request]
-                    if share.start + share.count > oracle.ask.prompt:
-                        oracle.decide(dict.fromkeys(times, 0))
-                    for p in range(share.start, share.start + share.count):
-                        if share.request not in gone:
-                            np.testing.assert_array_equal(finals[-1][row], oracle.rows(p, times[p])[0]["final"])
-                        row += 1
-            case sch.Dummy():
-                worker.dummy()
-            case sch.Finish(i):
-                session.table.finish(f"r{i}")
-            case sch.Collect(i) if asks[i].arm != "plain":
-                [(_, found)] = session.collect([(f"k{i}", 0, asks[i].generated)])
-                gone.add(i)
-                compare(found, Oracle(asks[i], i))
+        late, padding = data.draw(st.booleans(), "late"), data.draw(st.integers(0, 2), "padding")
+        drive.run(event, late=late, padding=padding)
     session.neutral()
     assert not any(axis.board.rows.any() for axis in session.boards.axes)
+    session.close()
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+ASKS = [Ask("request", 1, 17, 12), Ask("all", 0, 5, 30), Ask("rows", 0, 9, 25), Ask("request", 0, 6, 20)]
+
+
+def preempted() -> list[sch.Event]:
+    """Prompts in chunks of at most CHUNK rows a step, long decoding; the first two are computed again on the way."""
+    done, known = [0] * len(ASKS), [ask.prompt for ask in ASKS]
+    events: list[sch.Event] = []
+    gone: set[int] = set()
+    for number in itertools.count():
+        shares, left = list[sch.Share](), CHUNK
+        for i in (i for i in range(len(ASKS)) if i not in gone):
+            count = min(known[i] - done[i], left - (len(ASKS) - 1 - i))
+            sampled = done[i] + count == known[i]
+            shares.append(sch.Share(i, done[i], count, sampled))
+            done[i], known[i], left = done[i] + count, known[i] + sampled, left - count
+        if not shares:
+            return events
+        events.append(sch.Step(tuple(shares)))
+        done = [0 if number == 9 + i and i < 2 else d for i, d in enumerate(done)]
+        for i in [s.request for s in shares if known[s.request] > ASKS[s.request].prompt + ASKS[s.request].generated]:
+            gone.add(i)
+            events += [sch.Collect(i), sch.Finish(i)]
+    return events
+
+
+@pytest.mark.parametrize(
+    ("device", "way"),
+    [
+        pytest.param("cpu", "operations", id="operations on the CPU"),
+        *(pytest.param("cuda", way, marks=GPU, id=f"{way} on CUDA") for way in ("hooks", "operations", "graph")),
+    ],
+)
+def test_a_request_that_is_computed_again_stays_decided(device: str, way: str, manifests: dict[str, Manifest]) -> None:
+    mode = "eager" if way == "hooks" else "taps"
+    session = Session(manifests[mode])
+    worker = toy.Worker(session, ASKS, LIMITS, torch.float32, device, toy.compiled if mode == "taps" else None)
+    drive = Drive(worker, captured(worker) if way == "graph" else None)
+    for event in preempted():
+        drive.run(event)
+    assert drive.gone == set(range(len(ASKS)))
+    assert max(times[0] for times in worker.times) == 1, "nothing was computed again"
+    session.close()
+
+
+def test_other_bounds_are_loaded_behind_the_same_tables(manifests: dict[str, Manifest], tmp_path: Path) -> None:
+    """Bounds are data: the next lock goes on with the launches of the first."""
+    session = Session(manifests["taps"])
+    worker = toy.Worker(session, [Ask("rows", 0, 4, 1)], LIMITS, inside=toy.compiled)
+    drive, step = Drive(worker), sch.Step((sch.Share(0, 0, 4, True),))
+    drive.run(step)
+    drive.run(sch.Collect(0))
+    drive.run(sch.Finish(0))
+    for name in ("v", "w"):
+        (tmp_path / f"{name}.npy").write_bytes((manifests["taps"].folder / f"{name}.npy").read_bytes())
+    lock = json.loads(manifests["taps"].lock.read_text())
+    lock["arms"]["rows"]["points"][0]["gates"][0]["above"] = -1e6
+    (tmp_path / "lock.json").write_text(json.dumps(lock))
+    session.load(Manifest(manifests["taps"].block, tmp_path / "lock.json", tmp_path))
+    worker.runner.table = session.table
+    worker.step(step.shares, worker.rows(step.shares))
+    [(_, found)] = session.collect([("k0", 0, 1)])
+    assert found.gates["near"].passed.all() and found.fired["push"] == found.selected["push"]
     session.close()
 
 
