@@ -71,7 +71,7 @@ def check_gated(
         if when is None or when not in gates:
             continue
         gate, span = gates[when], doc.at(*plan.edit.where, "when")
-        if (late := _late(gate, plan)) is not None:
+        if (late := _late(gate, plan, spec.engine.mode)) is not None:
             message, note = late
             found.append(Diagnostic("VT331", message, span, note=note))
         elif gate.gate.holds == "request":
@@ -94,7 +94,7 @@ def loads(
     return replace(plan, step_rows=step_rows(plan.gate.tokens, iter(asked)), requests=sum(r.n for r in asked))
 
 
-def _late(gate: GatePlan, plan: EditPlan) -> tuple[str, str] | None:
+def _late(gate: GatePlan, plan: EditPlan, mode: str) -> tuple[str, str] | None:
     """Why the gate cannot decide where the edit acts, and what helps."""
     edit, name = plan.edit, gate.gate.name
     if edit.verb == "python":
@@ -114,7 +114,20 @@ def _late(gate: GatePlan, plan: EditPlan) -> tuple[str, str] | None:
                 f"{name!r} looks at {gate.site.name}, which does not come before {site.name}, where {edit.name!r} acts",
                 "a gate of rows decides in the forward in which it looks: at an earlier location, or for a later edit",
             )
+        if same_forward and mode != "eager" and not _leads_to(gate.site, site):
+            return (
+                f"{gate.site.name} and {site.name} may be branches of one layer, which a compiler runs in either order",
+                "look at the stream (`resid_…`, `embed`) or in an earlier layer; `mode: eager` keeps the text's order",
+            )
     return None
+
+
+def _leads_to(gate: Site, site: Site) -> bool:
+    """Whether what is computed at ``site`` depends on the value at ``gate``, which comes before it: a layer's branches
+    do not on each other."""
+    stream = (gate.alias or "").startswith(("resid_", "embed"))
+    layers = gate.layer is not None and site.layer is not None and gate.layer < site.layer
+    return gate.name == site.name or stream or layers
 
 
 def in_prompt(rows: Rows) -> bool:
