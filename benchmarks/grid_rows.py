@@ -21,6 +21,7 @@ TOP = 10
 SCALE = 4.0
 HEAD = 3
 BIASED = 64
+GATE = "seen"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ ROWS = {
             0.95,
         ),
         Row("logit_bias", f"{BIASED} logits raised at every sampled row", "one", ("edits", "logit_bias"), 0.98),
+        Row("gate_one", "one layer steered by a gate of rows before it", "one", ("edits", "gate_one"), 0.98),
         Row("python_one", "Python at one layer, all rows", "one", ("edits", "python_one"), 0.95),
         Row("python_every", "Python at every layer, all rows", "one", ("edits", "python_every"), 0.75),
         Row("override", "every token overridden", "one", ("overrides", "override"), 0.98),
@@ -166,6 +168,7 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
             "tokens": "sampling",
             "add": {"value": SCALE, "ids": [*range(BIASED)]},
         },
+        ("edits", "gate_one"): {"at": one, "tokens": "all", "add": add, "when": GATE},
         ("edits", "python_one"): {"at": one, "tokens": "all", "python": "edits.py:clamp"},
         ("edits", "python_every"): {"at": every, "tokens": "all", "python": "edits.py:clamp"},
         ("overrides", "override"): {"start": 0, "ids": override_ids(load, shape, seed)},
@@ -208,6 +211,11 @@ def spec_text(
             spec.setdefault(section, {})[name] = _definition(row.installs, load, shape, seed)
             if row.installs not in used:
                 arms["not_served"] = {"prompts": [load.name], section: [name]}
+            if "when" in spec[section][name]:
+                # Every row passes, so that it is known what there is to do.
+                at = f"resid_post[{shape.layers // 2 - 1}]"
+                gate = {"at": at, "tokens": "all", "cosine": "noise", "above": -2.0, "holds": "row"}
+                spec["gates"] = {GATE: gate}
             if "python" in spec[section][name]:
                 files["edits.py"] = PYTHON
             if uses_sae(row):

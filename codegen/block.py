@@ -14,9 +14,9 @@ from typing import Any
 
 import libcst as cst
 
-from vtaps.codegen import nodes, reads, verbs
+from vtaps.codegen import gates, nodes, reads, verbs
 from vtaps.spec import digests
-from vtaps.spec.expand import digest, edit_of, expand, one_line, read_of
+from vtaps.spec.expand import digest, edit_of, expand, gate_of, one_line, read_of
 from vtaps.spec.plan import LocationPlan, Plan
 from vtaps.spec.vllm_version import VLLM_RANGE
 
@@ -39,6 +39,7 @@ def structure(plan: Plan) -> str:
     """sha256 of what a compiled model would depend on: locations, verbs, columns, reductions, shapes, versions of
     the operations.  Scales, vectors, rows, arms and prompts are data and not in it."""
     rows: list[Any] = []
+    numbers = gates.numbers(plan)
     for location in plan.locations:
         site = location.site
         done: list[Any] = []
@@ -51,7 +52,10 @@ def structure(plan: Plan) -> str:
                 own += [len(edit.edit.vectors)] if edit.edit.vectors else []
                 own += ["keep_norm"] if edit.edit.keep_norm else []
                 own += [edit.edit.feature.does] if edit.edit.feature is not None else []
+                own += ["when", numbers[edit.edit.when]] if edit.edit.when is not None else []
                 done.append(own)
+            elif s.kind == "gate":
+                done.append(["gate", gates.VERSION, plan.gates[s.name].gate.holds])
             else:
                 read = plan.reads[s.name].read
                 done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
@@ -117,6 +121,9 @@ def _function(location: LocationPlan, plan: Plan, taken: set[str]) -> cst.Functi
             edit = plan.edits[s.name]
             comment = f"edits.{s.name}: {one_line(edit_of(edit.edit))}"
             body.append(nodes.statement(verbs.VERBS[edit.edit.verb](edit, values), comment))
+        elif s.kind == "gate":
+            gate = plan.gates[s.name].gate
+            body.append(nodes.statement(gates.emit(gate, values), f"gates.{s.name}: {one_line(gate_of(gate))}"))
         else:
             read = plan.reads[s.name]
             comment = f"reads.{s.name}: {one_line(read_of(read.read))}"
@@ -135,7 +142,8 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "affine", "feature", "python"}
+EDIT_CALLS = ("add", "scale", "zero", "set_", "project_out", "clamp", "affine", "feature", "python")
+SECTIONS = {**dict.fromkeys(EDIT_CALLS, "edits"), "gate": "gates"}
 
 
 def statements_of(source: str) -> dict[int, tuple[str, str]]:
@@ -149,5 +157,5 @@ def statements_of(source: str) -> dict[int, tuple[str, str]]:
                 case ast.Expr(
                     value=ast.Call(func=ast.Attribute(attr=verb), args=[_, ast.Constant(value=str(item)), *_])
                 ):
-                    out[node.lineno] = ("edits" if verb in EDIT_CALLS else "reads", item)
+                    out[node.lineno] = (SECTIONS.get(verb, "reads"), item)
     return out

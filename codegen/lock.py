@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import PurePosixPath
@@ -11,7 +12,7 @@ from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.behind import SAMPLES
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, GatePlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
 from vtaps.spec.spec import BAN, FeatureUse, Spec
@@ -35,13 +36,16 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
     sites = {p.site.name: p for p in plan.locations}
     # What no arm lists is in no location of the block, so its sites are not in the lock either.
     listed = {(s.kind, s.name) for p in plan.locations for s in p.statements}
+    gates = {name: p for name, p in plan.gates.items() if ("gate", name) in listed}
     edits = {name: p for name, p in plan.edits.items() if ("edit", name) in listed}
     reads = {name: p for name, p in plan.reads.items() if ("read", name) in listed}
     used = {
         n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
     } | {v for r in reads.values() for v in r.read.vectors} | {
         e.edit.vector for e in edits.values() if e.edit.vector is not None
-    } | {v for e in edits.values() for v in (*e.edit.vectors, *e.edit.matrices)}  # fmt: skip
+    } | {v for e in edits.values() for v in (*e.edit.vectors, *e.edit.matrices)} | {
+        g.gate.vector for g in gates.values()
+    }  # fmt: skip
     return {
         "lock": LOCK_VERSION,
         "spec": {"file": spec_name, "digest": digest(expand(spec))},
@@ -68,6 +72,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         "lens": {"norm": plan.tree.final_norm},
         "sites": {name: _site(location, plan) for name, location in sites.items()},
         **_forwards(plan),
+        **({"gates": {name: _gate(p) for name, p in gates.items()}} if gates else {}),
         "edits": {
             name: {
                 "verb": p.edit.verb,
@@ -79,6 +84,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 **({"matrices": list(p.edit.matrices)} if p.edit.matrices else {}),
                 **_feature(p.edit.feature, spec),
                 **({"value": True} if p.edit.by_value else {}),
+                **({} if p.edit.when is None else {"when": p.edit.when}),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
@@ -129,6 +135,19 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         },
         "arms": {name: _arm(p) for name, p in plan.arms.items()},
         "outside": dict(plan.outside),
+    }
+
+
+def _gate(plan: GatePlan) -> dict[str, Any]:
+    gate = plan.gate
+    return {
+        "site": plan.site.name,
+        "score": gate.kind,
+        "tokens": gate.tokens.to_json(),
+        "holds": gate.holds,
+        **({} if gate.reduce is None else {"reduce": gate.reduce}),
+        "step_rows": plan.step_rows,
+        "requests": plan.requests,
     }
 
 
@@ -196,6 +215,7 @@ def _arm(plan: ArmPlan) -> dict[str, Any]:
                     for e in point.edits
                 ],
                 "overrides": [{"override": name, "start": start} for name, start in point.overrides],
+                **({"gates": [dataclasses.asdict(g) for g in point.gates]} if point.gates else {}),
             }
             for point in plan.points
         ],

@@ -94,5 +94,5 @@ def keywords(pairs: Mapping[str, Literal]) -> dict[str, Literal]:
 
 def edit(verb: str, plan: EditPlan, values: Sequence[cst.BaseExpression], **more: Literal) -> cst.Call:
     """The statement of an edit: its name, what it acts on, the columns that it is narrowed to, and ``more``."""
-    named = keywords({"columns": plan.columns, **more})
+    named = keywords({"columns": plan.columns, **more, "when": plan.edit.when})
     return call(f"vt.{verb}", cst.Name("t"), literal(plan.edit.name), *values, **named)

@@ -29,7 +29,7 @@ def verify(block: Block, plan: Plan) -> Iterator[str]:
         return
     for function, location in zip(functions, plan.locations, strict=True):
         said = [v for line, v in sorted(block.statements.items()) if _inside(line, function)]
-        meant = [("edits" if s.kind == "edit" else "reads", s.name) for s in location.statements]
+        meant = [(f"{s.kind}s", s.name) for s in location.statements]
         if said != meant:
             yield f"{function.name} does {said}, the plan {meant}"
         if len(function.body) != len(meant):

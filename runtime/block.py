@@ -6,7 +6,8 @@ a model: each verb notes what it does, and the notes become one operation that t
 forward (``vtaps.runtime.kernels``).  So a block is straight-line: there is nothing in it that could depend on a value.
 
 Edits write the selected rows in place and nothing else; reads copy.  A row that is not selected is never an operand:
-an idle arm's vector may be NaN, and ``-0.0`` stays ``-0.0``.
+an idle arm's vector may be NaN, and ``-0.0`` stays ``-0.0``.  An edit with ``when`` acts on those of its rows that its
+gate lets through.
 
 A residual stream that a model carries as a pair is ``hidden + residual``, summed in float32.  ``add`` goes to
 ``hidden``; verbs that replace the stream write it to ``hidden`` and zero the residual of those rows and columns.
@@ -20,26 +21,33 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "feature", "features", "keep",
-           "lens", "mean", "norm", "probe", "project", "project_out", "python", "python_read", "scale", "set_",
+__all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "feature", "features", "gate",
+           "keep", "lens", "mean", "norm", "probe", "project", "project_out", "python", "python_read", "scale", "set_",
            "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python"]
+EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python", "gate"]
 ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
 
 
 @dataclass(frozen=True)
 class Note:
-    """One statement of a block: an edit (``verb``) or a read (``kind``) by its name in the spec."""
+    """One statement of a block: an edit (``verb``) or a read (``kind``) by its name in the spec, a gate by its
+    :func:`gate_key`; ``when``: the name of an edit's gate."""
 
     name: str
     verb: EditVerb | None = None
     kind: ReadKind | None = None
     columns: Columns | None = None
     keep_norm: bool = False
+    when: str | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether something of each row goes into slots."""
+        return self.kind is not None or self.verb == "gate"
 
     @property
     def python(self) -> bool:
@@ -128,58 +136,114 @@ def add(
     *,
     columns: Columns | None = None,
     keep_norm: bool = False,
+    when: str | None = None,
 ) -> None:
     """hidden += coefficient · vector, in float32, rounded once.
 
     ``keep_norm``: stream = y · |stream| / |y| with y = stream + coefficient · vector, the lengths those of ``columns``.
     """
-    t.notes.append(Note(name, verb="add", columns=columns, keep_norm=keep_norm))
+    t.notes.append(Note(name, verb="add", columns=columns, keep_norm=keep_norm, when=when))
 
 
-def scale(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+def scale(
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
+) -> None:
     """stream *= coefficient."""
-    t.notes.append(Note(name, verb="scale", columns=columns))
+    t.notes.append(Note(name, verb="scale", columns=columns, when=when))
 
 
-def zero(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+def zero(
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
+) -> None:
     """stream = 0."""
-    t.notes.append(Note(name, verb="zero", columns=columns))
+    t.notes.append(Note(name, verb="zero", columns=columns, when=when))
 
 
-def set_(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+def set_(
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
+) -> None:
     """stream = coefficient · vector."""
-    t.notes.append(Note(name, verb="set", columns=columns))
+    t.notes.append(Note(name, verb="set", columns=columns, when=when))
 
 
 def project_out(
-    t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
 ) -> None:
     """stream −= coefficient · Σ (stream · u) u, over the orthonormal directions u of the edit's vectors."""
-    t.notes.append(Note(name, verb="project_out", columns=columns))
+    t.notes.append(Note(name, verb="project_out", columns=columns, when=when))
 
 
-def clamp(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+def clamp(
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
+) -> None:
     """stream += (clip(p, min, max) − p) u, with p = stream · u and u the direction of the vector; a row within the
     bounds is left alone."""
-    t.notes.append(Note(name, verb="clamp", columns=columns))
+    t.notes.append(Note(name, verb="clamp", columns=columns, when=when))
 
 
 def affine(
-    t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
 ) -> None:
     """stream += coefficient · (stream Aᵀ + b) B, over the rows of A and B, both ``[rank, width]``."""
-    t.notes.append(Note(name, verb="affine", columns=columns))
+    t.notes.append(Note(name, verb="affine", columns=columns, when=when))
 
 
-def feature(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+def feature(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, when: str | None = None) -> None:
     """stream += (to − a) d, with d the decoder row of the point's feature and a its activation of the stream; a row
     that has it already is left alone.  With ``by``, hidden += by · d, in float32, rounded once."""
-    t.notes.append(Note(name, verb="feature"))
+    t.notes.append(Note(name, verb="feature", when=when))
 
 
 def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
     """stream = what the edit's own function makes of it: :mod:`vtaps.runtime.functions`."""
     t.notes.append(Note(name, verb="python"))
+
+
+def gate_key(name: str) -> str:
+    """How a gate is called where edits and reads are: no name of theirs has a dot."""
+    return f"gates.{name}"
+
+
+def gate(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+    """score = stream · vector, or that over the stream's length; the edits that name the gate (``when``) act only where
+    it is within the gate's bounds."""
+    t.notes.append(Note(gate_key(name), verb="gate"))
 
 
 def keep(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:

@@ -8,7 +8,7 @@ while later steps write further on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch import Tensor
 
 from vtaps.runtime.block import Block, Location, Note
 from vtaps.runtime.fills import Fill, StepPlan
+from vtaps.runtime.gates import Gates, bounds_of, gated_in
 from vtaps.runtime.kernels import (
     ADD,
     ADD_KEEP,
     AFFINE,
     CLAMP,
     FEATURE,
+    GATE,
+    GATE_WIDTH,
     KEEP,
     KEEP32,
     LIVE,
@@ -67,34 +70,34 @@ class Axis:
     locations: dict[str, LocationProgram] = field(default_factory=dict)
     parts: dict[str, tuple[LocationProgram | Note, ...]] = field(default_factory=dict)
     upload: Upload | None = None
+    gates: Gates = field(default_factory=lambda: Gates({}))
     dirty: int = 0
 
-    def write(self, edits: Iterable[Fill], reads: Iterable[tuple[Fill, int]]) -> None:
+    def write(self, edits: Sequence[Fill], reads: Sequence[tuple[Fill, int]]) -> None:
         """Make the table that of a step: its edits, and its reads with the first slot of each."""
         host, last = self.host, 0
         host[: self.dirty] = 0
         for fill in edits:
-            host[fill.rows, self.columns["edit", fill.name]] = fill.points
+            host[fill.rows, self.gates.written(fill.name)] = fill.points
             host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
         for fill, start in reads:
             host[fill.rows, self.columns["read", fill.name]] = np.arange(start + 1, start + 1 + len(fill.rows))
             host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
+        self.gates.write(host, edits, [fill for fill, _ in reads])
         self._upload(max(last, self.dirty))
         self.dirty = last
 
-    def move(self, reads: Iterable[tuple[Fill, int]]) -> None:
+    def move(self, reads: Sequence[tuple[Fill, int]]) -> None:
         """The same rows as in the last step, with other slots."""
-        moved = False
         for fill, start in reads:
             column = self.columns["read", fill.name]
             if len(fill.rows) == 1:
                 self.host[fill.rows[0], column] = start + 1
             else:
                 self.host[fill.rows, column] = np.arange(start + 1, start + 1 + len(fill.rows))
-            moved = True
-        if moved:
+        if reads:
             self._upload(self.dirty)
 
     def clear(self) -> None:
@@ -172,6 +175,7 @@ class Boards:
         for notes in mine.values():
             for note in notes:
                 columns.setdefault(("edit" if note.verb else "read", note.name), len(columns) + 1)
+        when = Gates.more_columns(program, columns)
         if not names:
             rows = 0
         host = np.zeros((rows, 1 + len(columns)), np.int32)
@@ -180,11 +184,12 @@ class Boards:
         count = sum(len(notes) for notes in mine.values())
         board = Board(table, torch.zeros((max(count, 1), WORDS), dtype=torch.int64, device=self.device), self.seen)
         rings = {
-            name: self._ring(name, [s for s in mine if any(n.name == name and n.kind for n in mine[s])], sampled)
+            name: self._ring(name, [s for s in mine if any(n.name == name and n.kept for n in mine[s])], sampled)
             for kind, name in columns
             if kind == "read"
         }
-        axis = Axis(board, host, columns, rings, upload=None if on_cpu else Upload(host, table))
+        upload = None if on_cpu else Upload(host, table)
+        axis = Axis(board, host, columns, rings, upload=upload, gates=Gates(columns, when))
         row = 0
         for name, notes in mine.items():
             site = program.sites[name]
@@ -194,15 +199,17 @@ class Boards:
                 if note.python:
                     parts.append(note)
                     continue
-                if note.verb:
+                if note.verb == "gate":
+                    statements.append(self._gate(axis, row, site, note))
+                elif note.verb:
                     statements.append(self._edit(board, row, site, note, columns["edit", note.name]))
                 else:
                     ring = rings[note.name]
-                    memory, index = _place(ring, name)
+                    memory, index = ring.place(name)
                     board.set_read(row, memory, index)
                     code = KEEP if note.kind in HELD_AS_THEY_ARE else KEEP32
                     statements.append(Statement(code, columns["read", note.name], row, False))
-                if not parts or isinstance(parts[-1], Note):
+                if not parts or isinstance(parts[-1], Note) or gated_in(note, parts[-1]):
                     parts.append([])
                 if isinstance(last := parts[-1], list):
                     last.append(statements[-1])
@@ -210,12 +217,19 @@ class Boards:
             first = 0 if site.columns is None else site.columns[0]
             number, width = self.order[name], site.width
             axis.locations[name] = LocationProgram(number, first, width, tuple(statements))
-            if any(isinstance(part, Note) for part in parts):
+            if len(parts) > 1 or any(isinstance(part, Note) for part in parts):
                 axis.parts[name] = tuple(
                     part if isinstance(part, Note) else LocationProgram(number, first, width, tuple(part))
                     for part in parts
                 )
         return axis
+
+    def _gate(self, axis: Axis, row: int, site: SiteEntry, note: Note) -> Statement:
+        bounds, index, used = bounds_of(self.program.uses_of[note.name])
+        vectors = self._vectors(note, site, used) if used else np.zeros((1, site.width), np.float32)
+        tables = [self._put(table) for table in (bounds, index, vectors)]
+        axis.gates.add(note.name, row, self.program.gates[note.name], tables, axis.board, axis.rings[note.name])
+        return Statement(GATE, axis.columns["edit", note.name], row)
 
     def _edit(self, board: Board, row: int, site: SiteEntry, note: Note, column: int) -> Statement:
         program, edit = self.program, self.program.edits[note.name]
@@ -263,14 +277,15 @@ class Boards:
         """float32 ``[n, width]``: the vectors that points name, or the directions of the edit."""
         edit, names = self.program.edits[note.name], used or self.program.edits[note.name].vectors
         loaded = [self.program.load_vector(name, site) for name in names]
-        if edit.verb not in ("project_out", "clamp"):
+        cosine = edit.verb == "gate" and self.program.gates[note.name].cosine
+        if edit.verb not in ("project_out", "clamp") and not cosine:
             return np.stack(loaded).astype(np.float32)
         try:
             if edit.verb == "project_out":
                 return directions(loaded, names, note.columns)
             return np.concatenate([directions([v], [n], note.columns) for v, n in zip(loaded, names, strict=True)])
         except VectorError as error:
-            raise LockError(f"edits.{note.name}", f"{error.message} (at {site.name})") from error
+            raise LockError(f"{'edits.' * (not cosine)}{note.name}", f"{error.message} (at {site.name})") from error
 
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -283,6 +298,8 @@ class Boards:
         kept = self.dtype if kind in HELD_AS_THEY_ARE else torch.float32
         if sites == [SAMPLES]:
             kept = torch.int32
+        if kind == "gate":
+            by_width = {GATE_WIDTH: list(sites)}
         count = self._slots[key]
         if kind == "python":
             # How wide and of what kind its slots are is known once the function has been called: see `keep`.
@@ -310,11 +327,13 @@ class Boards:
             for sites, memory in ring.groups
         ]
         for axis in self.axes:
+            if ring in axis.rings.values() and ring.read in axis.gates.tables:
+                axis.gates.tables[ring.read].point(axis.board, ring)
             for number, program in axis.locations.items() if ring in axis.rings.values() else ():
                 launched = (note for note in self.notes[number] if not note.python)
                 for note, statement in zip(launched, program.statements, strict=True):
                     if note.kind and note.name == ring.read:
-                        axis.board.set_read(statement.descriptor, *_place(ring, number))
+                        axis.board.set_read(statement.descriptor, *ring.place(number))
 
     def keep(self, ring: Ring, site: str, start: int, rows: Tensor) -> None:
         """Write what a function gave for the rows of a step, ``[n, …]``, into the slots ``start …`` of ``site``; the
@@ -340,6 +359,7 @@ class Boards:
         for mine, its in zip(self.axes, other.axes, strict=True):
             mine.board.adopt(its.board)
             mine.columns, mine.rings = its.columns, its.rings
+            mine.gates.adopt(its.gates)
         self.program, self.notes, self._slots = other.program, other.notes, other._slots
 
     def clear(self) -> None:
@@ -390,10 +410,3 @@ class Boards:
             for number in np.unique(fill.points) if fill.points is not None else ():
                 found.update(dict.fromkeys(uses[int(number)]))
         return found
-
-
-def _place(ring: Ring, site: str) -> tuple[Tensor, int]:
-    for sites, memory in ring.groups:
-        if site in sites:
-            return memory, sites.index(site)
-    raise KeyError(site)

@@ -41,7 +41,9 @@ PIECE_BYTES = 32 << 20
 ON_WAY_BYTES = 1 << 30
 """What has left the device and is not sorted yet, at most: where the rows go to a disk that is slower, steps wait."""
 GATHERED_METRICS = 256
-FIELD_OF = {"rows": "rows", "norm": "norm", "project": "project", "probe": "probe", "python": "python"}
+FIELD_OF = {
+    "rows": "rows", "norm": "norm", "project": "project", "probe": "probe", "python": "python", "gate": "gate",
+}  # fmt: skip
 
 
 @dataclass

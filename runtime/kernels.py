@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12]
+Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12]
 """What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient,
 s = x + r in float32, and u orthonormal vectors:
 
@@ -35,8 +35,13 @@ s = x + r in float32, and u orthonormal vectors:
 | CLAMP | | s + (clip(s · u, low, high) − s · u) · u; left alone within the bounds | 0 |
 | AFFINE | | s + Σ c · (s · a + bias) · b, over the pairs of vectors a and b | 0 |
 | FEATURE | | s + (c − f) · b, f = s · a + bias where that is above the threshold, else 0; left alone where f is c | 0 |
+| GATE | memory = score, passed, score in float32 | | |
 
-The last five sum over a row: lengths and products in float32, over the columns of the statement's mask.
+From ADD_KEEP on they sum over a row: lengths and products in float32, over the columns of the statement's mask.
+
+A gate's score is s · vector, or that over ‖s‖ (0 where that is 0); a row passes where low < score < high.  For each of
+the edits that it gates the launch writes the column that their statements look at, of every row with a state: what the
+host wrote to another column where the row passes, else 0.
 """
 
 KEEP: Final[Code] = 0
@@ -49,10 +54,14 @@ ADD_KEEP: Final[Code] = 6
 PROJECT_OUT: Final[Code] = 7
 CLAMP: Final[Code] = 8
 AFFINE: Final[Code] = 9
+GATE: Final[Code] = 11
 FEATURE: Final[Code] = 12
 
 DIRECTIONS: Final = 16
 """PROJECT_OUT takes at most as many vectors; the language's schema says so too."""
+
+GATE_WIDTH: Final = 3
+"""float32 numbers that a gate keeps of a row: the score, whether it passed, and what was decided on."""
 
 WORDS: Final = 8
 """int64 words of a descriptor."""
@@ -116,12 +125,12 @@ class LocationProgram:
     @cached_property
     def edits(self) -> bool:
         """Whether it may write the hidden state."""
-        return any(s.code >= ADD for s in self.statements)
+        return any(s.code >= ADD and s.code != GATE for s in self.statements)
 
     @cached_property
     def replaces(self) -> bool:
         """Whether it may write the residual too."""
-        return any(s.code > ADD for s in self.statements)
+        return any(s.code > ADD and s.code != GATE for s in self.statements)
 
     @cached_property
     def words(self) -> tuple[int, ...]:
@@ -169,7 +178,10 @@ class Board:
       PROJECT_OUT ``[n · rank, width]``), or 0; of the mask, uint8 ``[width]``, or 0; of CLAMP's bounds, or FEATURE's
       biases and thresholds, float32 ``[2, points + 1]``, or 0; how long each of them is; of b of AFFINE and FEATURE
       like the vectors, or 0; of AFFINE's bias, or 0;
-    - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part.
+    - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part;
+    - a gate: address of the bounds, float32 ``[2, points + 1]``; of the vector index and the vectors, as of an edit; of
+      the wiring, int32: column of the slots, 1 for a cosine, how many edits it gates, and of each the column that the
+      host writes and the one that its statements look at; of the memory, float32 ``[slots, 1, 3]``; points + 1.
 
     ``seen``: int32 ``[locations]``, the launches so far.
 
@@ -244,6 +256,24 @@ class Board:
         width = memory.shape[2]
         self._write(row, [memory.data_ptr(), memory.shape[1] * width, site * width], [memory])
 
+    def set_gate(
+        self, row: int, bounds: Tensor, vector_index: Tensor, vectors: Tensor, wiring: Tensor, memory: Tensor
+    ) -> None:
+        """Point descriptor ``row`` at the tables of a gate; shapes and dtypes as above.  Raises ValueError for a tensor
+        that the kernel could not use."""
+        tables = {
+            "bounds": (bounds, 2), "vector_index": (vector_index, 1), "vectors": (vectors, 2), "wiring": (wiring, 1),
+            "memory": (memory, 3),
+        }  # fmt: skip
+        for name, (tensor, axes) in tables.items():
+            self._check(name, tensor, axes)
+            if tensor.dtype != (torch.int32 if name in ("vector_index", "wiring") else torch.float32):
+                raise ValueError(f"{name} is {tensor.dtype}")
+        if memory.shape[1:] != (1, GATE_WIDTH):
+            raise ValueError(f"the memory of a gate has shape {list(memory.shape)}")
+        tensors = [bounds, vector_index, vectors, wiring, memory]
+        self._write(row, [*(t.data_ptr() for t in tensors), bounds.shape[1]], tensors)
+
     def adopt(self, other: Board) -> None:
         """Point the descriptors where those of ``other``, of as many, point, and keep alive what they name."""
         self.descriptors.copy_(other.descriptors)
@@ -307,7 +337,11 @@ def reference(board: Board, program: LocationProgram, x: Tensor, residual: Tenso
     hidden, rest = x[:, cut], None if residual is None else residual[:, cut]
     for statement in program.statements:
         values = board.rows[:count, statement.column]
-        if statement.code >= ADD:
+        if statement.code == GATE:
+            kernels_torch.gate(
+                board, statement, hidden, rest, values.where(states == LIVE, 0), states, sentinel(program.number)
+            )
+        elif statement.code >= ADD:
             kernels_torch.edit(board, statement, hidden, rest, values.where(states == LIVE, 0))
         else:
             kernels_torch.read(

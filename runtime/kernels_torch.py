@@ -111,3 +111,41 @@ def read(
         value = value.float() + rest.index_select(0, rows).float()
     value = value.to(dtype).masked_fill((states[rows] == PROOF).unsqueeze(1), proven)
     place.index_copy_(0, slots[rows].long() - 1, value)
+
+
+def gate(
+    board: Board,
+    statement: Statement,
+    hidden: Tensor,
+    rest: Tensor | None,
+    points: Tensor,
+    states: Tensor,
+    proven: float,
+) -> None:
+    """Score the rows whose point (int32 ``[rows]``, 0: off) is on, keep those that have a slot, and write what the
+    gated edits look at; proof rows hold ``proven`` and gate nothing."""
+    bounds_at, index_at, vectors_at, wiring_at, memory_at = board.descriptors[statement.descriptor].tolist()[:5]
+    slot_column, cosine, _, *pairs = board.tensors[wiring_at].tolist()
+    table = board.rows[: len(points)]
+    rows = points.nonzero().squeeze(1)
+    index = board.tensors[index_at].index_select(0, points[rows])
+    rows, index = rows[index >= 0], index[index >= 0]
+    total = hidden.index_select(0, rows).float()
+    if rest is not None:
+        total = total + rest.index_select(0, rows).float()
+    found = (total * board.tensors[vectors_at].index_select(0, index)).sum(-1)
+    if cosine:
+        length = total.square().sum(-1)
+        found = torch.where(length == 0, 0.0, found / torch.where(length == 0, 1.0, length).sqrt())
+    low, high = board.tensors[bounds_at].index_select(1, points[rows])
+    scores = torch.zeros(len(points), device=hidden.device).index_copy_(0, rows, found)
+    passed = torch.zeros(len(points), dtype=torch.bool, device=hidden.device)
+    passed.index_copy_(0, rows, (found > low) & (found < high))
+    on = states != 0
+    for source, effective in zip(pairs[::2], pairs[1::2], strict=True):
+        table[:, effective] = torch.where(on, table[:, source] * passed, table[:, effective])
+    slots = table[:, slot_column].where(on, 0)
+    kept = slots.nonzero().squeeze(1)
+    value = torch.stack([scores, passed.float(), scores], -1)[kept]
+    value = value.masked_fill((states[kept] == PROOF).unsqueeze(1), proven)
+    board.tensors[memory_at].squeeze(1).index_copy_(0, slots[kept].long() - 1, value)

@@ -29,6 +29,8 @@ ADD_KEEP = tl.constexpr(kernels.ADD_KEEP)
 PROJECT_OUT = tl.constexpr(kernels.PROJECT_OUT)
 AFFINE = tl.constexpr(kernels.AFFINE)
 FEATURE = tl.constexpr(kernels.FEATURE)
+GATE = tl.constexpr(kernels.GATE)
+GATE_WIDTH = tl.constexpr(kernels.GATE_WIDTH)
 WORDS = tl.constexpr(kernels.WORDS)
 MOST = tl.constexpr(kernels.DIRECTIONS)
 PROOF = tl.constexpr(kernels.PROOF)
@@ -80,9 +82,13 @@ def tap(
             index = tl.load(descriptors + words[i] // 2 % DESCRIPTORS * WORDS + 1).to(tl.pointer_type(tl.int32))
             chosen = tl.load(index + value, mask=(value > 0) & (state != PROOF), other=-1)
             active = chosen >= 0
-            edited |= active
-            if CODES[i] > ADD:
-                replaced |= active
+            if CODES[i] == GATE:
+                # Of every row with a state it says what its edits do.
+                busy |= state != 0
+            else:
+                edited |= active
+                if CODES[i] > ADD:
+                    replaced |= active
             found += ((active, value, chosen),)
         else:
             active = value > 0
@@ -107,7 +113,32 @@ def tap(
         place = descriptors + words[i] // 2 % DESCRIPTORS * WORDS
         active = found[i][0]
         value = found[i][1]
-        if CODES[i] >= ADD:
+        if CODES[i] == GATE:
+            total = h.to(tl.float32)
+            if residual is not None:
+                total += r.to(tl.float32)
+            own = tl.where(inside & active, total, 0.0)
+            vectors = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(tl.float32)), 16)
+            vector = vectors + found[i][2].to(tl.int64) * WIDTH + cols
+            score = tl.sum(own * tl.load(vector, mask=inside & active, other=0.0))
+            wiring = tl.load(place + 3).to(tl.pointer_type(tl.int32))
+            if tl.load(wiring + 1) != 0:
+                length = tl.sum(own * own)
+                score = tl.where(length == 0, 0.0, tl.div_rn(score, tl.sqrt_rn(tl.where(length == 0, 1.0, length))))
+            bounds = tl.load(place).to(tl.pointer_type(tl.float32))
+            low = tl.load(bounds + value, mask=active, other=0.0)
+            high = tl.load(bounds + tl.load(place + 5) + value, mask=active, other=0.0)
+            passed = active & (score > low) & (score < high)
+            slot = tl.load(table + tl.load(wiring)).to(tl.int64)
+            memory = tl.load(place + 4).to(tl.pointer_type(tl.float32)) + (slot - 1) * GATE_WIDTH
+            proven = (number % SENTINELS + 1).to(tl.float32)
+            tl.store(memory, tl.where(proof, proven, score), mask=slot > 0)
+            tl.store(memory + 1, tl.where(proof, proven, passed.to(tl.float32)), mask=slot > 0)
+            tl.store(memory + 2, tl.where(proof, proven, score), mask=slot > 0)
+            for k in range(tl.load(wiring + 2)):
+                source = tl.load(table + tl.load(wiring + 3 + 2 * k))
+                tl.store(table + tl.load(wiring + 4 + 2 * k), tl.where(passed, source, 0))
+        elif CODES[i] >= ADD:
             here = inside & active
             if MASKED[i]:
                 mask = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(tl.uint8)), 16)

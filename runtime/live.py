@@ -128,7 +128,7 @@ class Live:
     for it, and its last position there; ``span``: the steps of that plan; ``fired``: edit → half-open ranges of
     positions; ``taken``: read → the first position that it has not taken yet; ``places``: (read, at sampled rows) → the
     positions that it has taken; ``kept``: (read, sites) → what the harvest holds; ``chosen``: what selects the
-    positions of the range ``calm``.
+    positions of the range ``calm``; ``seats``: request gate → the number, from 1, under which the device decides.
     """
 
     request_id: str
@@ -146,6 +146,7 @@ class Live:
     overridden: set[int] = field(default_factory=set)
     calm: Interval = (0, 0)
     chosen: Chosen = NOTHING
+    seats: dict[str, int] = field(default_factory=dict)
 
     def positions(self, read: str, sampled: bool, stop: int) -> Ints:
         """What it has taken for ``read`` below the position ``stop``, in order."""

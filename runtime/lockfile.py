@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vtaps.runtime.block import gate_key
 from vtaps.runtime.program import (
     KINDS,
     METRICS,
@@ -16,6 +17,7 @@ from vtaps.runtime.program import (
     ArmEntry,
     EditEntry,
     ForwardEntry,
+    GateEntry,
     LockError,
     MetricEntry,
     OverrideEntry,
@@ -63,6 +65,9 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
     edits = _each(lock, "edits", _edit)
     reads = _each(lock, "reads", _read)
     metrics = _each(lock, "metrics", _metric)
+    gates = {gate_key(n): g for n, g in _each(lock, "gates", _gate).items()}
+    for name, data in (lock.get("gates") or {}).items():
+        edits[gate_key(name)], reads[gate_key(name)] = _uses_of_gate(data)
     arms = _each(lock, "arms", lambda name, data: _arm(data, edits))
     block = lock["block"]
     program = Program(
@@ -83,6 +88,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         tap_memory=(lock.get("engine") or {}).get("tap_memory"),
         forwards=_each(lock, "forwards", _forward),
         outside=dict(lock.get("outside") or {}),
+        gates=gates,
     )
     _check_names(program)
     return program
@@ -131,7 +137,7 @@ def _forward(name: str, data: Mapping[str, Any]) -> ForwardEntry:
 
 def _one_of(value: Any, known: tuple[Any, ...], what: str) -> Any:
     if value not in known:
-        raise ValueError(f"{what} {value!r} is not one of {', '.join(known)}")
+        raise ValueError(f"{what} {value!r} is not one of {', '.join(map(str, known))}")
     return value
 
 
@@ -146,7 +152,24 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
         raise ValueError("affine has no down and up")
     sae = (str(data["sae"]["dir"]), _one_of(data["sae"]["does"], DOES, "does")) if verb == "feature" else None
     kept, value = bool(data.get("keep_norm")), bool(data.get("value"))
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, sae, value)
+    when = None if data.get("when") is None else gate_key(str(data["when"]))
+    if when is not None and verb == "python":
+        raise ValueError("an edit in Python has no gate")
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, sae, value, when)
+
+
+def _gate(name: str, data: Mapping[str, Any]) -> GateEntry:
+    score = _one_of(data["score"], ("project", "cosine"), "score")
+    holds = _one_of(data["holds"], ("row", "request"), "holds")
+    reduce = _one_of(data.get("reduce"), ("max", "mean", "last") if holds == "request" else (None,), "reduce")
+    return GateEntry(score == "cosine", reduce)
+
+
+def _uses_of_gate(data: Mapping[str, Any]) -> tuple[EditEntry, ReadEntry]:
+    """What a gate is beside edits and reads: see :class:`~vtaps.runtime.program.Program`."""
+    sites, tokens = (str(data["site"]),), Rows.from_json(data["tokens"])
+    steps, requests = (None if data.get(k) is None else int(data[k]) for k in ("step_rows", "requests"))
+    return EditEntry("gate", sites, tokens), ReadEntry("gate", sites, tokens, step_rows=steps, requests=requests)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -196,7 +219,15 @@ def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
             for e in point.get("edits") or ()
         )
         # An identity touches no row: its vector may even be NaN.
-        return tuple(e for e in found if e.edit not in edits or not _identity(edits[e.edit], e.coefficient))
+        acting = tuple(e for e in found if e.edit not in edits or not _identity(edits[e.edit], e.coefficient))
+        used = {edits[e.edit].when for e in acting if e.edit in edits}
+        return acting + tuple(g for g in gates(point) if g.edit in used)
+
+    def gates(point: Mapping[str, Any]) -> Iterator[PointEdit]:
+        for gate in point.get("gates") or ():
+            key = gate_key(gate["gate"])
+            sites = edits[key].sites if key in edits else ()
+            yield PointEdit(key, sites, None, gate["vector"], gate.get("above"), gate.get("below"))
 
     points = tuple(
         Point(
@@ -231,6 +262,9 @@ def _check_names(program: Program) -> None:
     for name, edit in program.edits.items():
         known(f"edits.{name}", edit.sites, "sites", program.sites)
         known(f"edits.{name}", (*edit.vectors, *edit.matrices), "vectors", program.vectors)
+        if edit.when is not None and any(program.sites[s].sampled for s in edit.sites):
+            raise LockError(f"edits.{name}", "a gate decides for rows of tokens, and here are rows of requests")
+        known(f"edits.{name}", (edit.when,) if edit.when is not None else (), "gates", program.gates)
     for name, read in program.reads.items():
         known(f"reads.{name}", read.sites, "sites", program.sites)
         known(f"reads.{name}", read.vectors, "vectors", program.vectors)
@@ -251,7 +285,9 @@ def _check_names(program: Program) -> None:
                 known(
                     entry, edit_use.sites, f"edits.{edit_use.edit}", dict.fromkeys(program.edits[edit_use.edit].sites)
                 )
-                verb = program.edits[edit_use.edit].verb
+                verb, when = program.edits[edit_use.edit].verb, program.edits[edit_use.edit].when
+                if when is not None and when not in (e.edit for e in point.edits):
+                    raise LockError(entry, f"{edit_use.edit} acts by {when}, of which the point says nothing")
                 if verb in USES_VECTOR and edit_use.vector is None and not program.edits[edit_use.edit].value:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
                 if verb == "feature" and edit_use.feature is None:

@@ -78,6 +78,10 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
     for sampled, rows in ((False, limits.rows), (True, limits.requests)):
         places = [e.sites for e in program.edits.values()] + [r.sites for r in program.reads.values()]
         uses = sum(any(program.sites[s].sampled == sampled for s in sites) for sites in places)
+        if not sampled:
+            # What gates need beside the columns of their points and slots.
+            uses += sum(edit.when is not None for edit in program.edits.values())
+            uses += 2 * sum(gate.reduce is not None for gate in program.gates.values())
         total += 4 * rows * (1 + uses) if uses else 0
     for name, edit in program.edits.items():
         if edit.verb in USES_VECTOR or edit.vectors or edit.sae is not None:

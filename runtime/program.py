@@ -12,11 +12,12 @@ from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.saes import Sae, files_of, folder_at, open_sae
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_probe, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python"]
+Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python", "gate"]
 VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python")
-WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
-USES_VECTOR = ("add", "set", "clamp")
-Kind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
+"""Of the lock's edits; ``gate`` is not one of them."""
+WITHOUT_COEFFICIENT = ("zero", "clamp", "python", "gate")
+USES_VECTOR = ("add", "set", "clamp", "gate")
+Kind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python", "gate"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "probe", "lens", "features", "python")
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 METRICS: tuple[MetricKind, ...] = ("logprob", "logit_diff", "rank")
@@ -68,7 +69,8 @@ class ForwardEntry:
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
     file, the function in it, the file's sha256; ``sae``: the folder of ``feature``'s SAE and what is done, ``to`` or
-    ``by``; ``value``: its points' coefficients stand in place of a vector."""
+    ``by``; ``value``: its points' coefficients stand in place of a vector; ``when``: the key of its gate in
+    :attr:`Program.gates`."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -79,6 +81,16 @@ class EditEntry:
     python: tuple[str, str, str | None] | None = None
     sae: tuple[str, str] | None = None
     value: bool = False
+    when: str | None = None
+
+
+@dataclass(frozen=True)
+class GateEntry:
+    """``cosine``: the score is over the row's length; ``reduce``: how a request's scores become one, None where each
+    row decides for itself."""
+
+    cosine: bool
+    reduce: Literal["max", "mean", "last"] | None
 
 
 @dataclass(frozen=True)
@@ -145,13 +157,15 @@ class ArmEntry:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One request's selectors, compiled: the distinct ones and, for each use, which it is."""
+    """One request's selectors, compiled: the distinct ones and, for each use, which it is; ``gated``: edit → its
+    gate, and whether that decides for the whole request."""
 
     selections: tuple[Selection, ...]
     edits: tuple[tuple[PointEdit, int], ...]
     reads: tuple[tuple[str, int], ...]
     metrics: tuple[tuple[str, int], ...]
     overrides: tuple[tuple[int, tuple[int, ...]], ...]
+    gated: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -165,7 +179,9 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Program:
-    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``."""
+    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``.
+
+    A gate is an edit, whose uses are its bounds, and a read, of its scores, under one key (``gates.NAME``)."""
 
     folder: Path
     structure: str
@@ -184,6 +200,7 @@ class Program:
     tap_memory: int | None = None
     forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
+    gates: Mapping[str, GateEntry] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     saes: dict[str, Sae] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
@@ -220,6 +237,7 @@ class Program:
             turns=[(str(role), int(a), int(b)) for role, a, b in asked.get("turns") or ()],
             overrides={n: (s, len(self.overrides[n].ids)) for n, s in chosen.overrides.items()},
         )
+        reads = [*entry.reads, *(e.edit for e in chosen.edits if e.edit in self.gates)]
         index: dict[Rows, int] = {}
         selections: list[Selection] = []
 
@@ -234,9 +252,14 @@ class Program:
 
         return Compiled(
             edits=tuple((e, use(self.edits[e.edit].tokens, f"edits.{e.edit}")) for e in chosen.edits),
-            reads=tuple((r, use(self.reads[r].tokens, f"reads.{r}")) for r in entry.reads),
+            reads=tuple((r, use(self.reads[r].tokens, f"reads.{r}")) for r in reads),
             metrics=tuple((m, use(self.metrics[m].tokens, f"metrics.{m}")) for m in entry.metrics),
             overrides=tuple((start, self.overrides[n].ids) for n, start in chosen.overrides.items()),
+            gated={
+                e.edit: (when, self.gates[when].reduce is not None)
+                for e in chosen.edits
+                if (when := self.edits[e.edit].when) is not None
+            },
             selections=tuple(selections),
         )
 

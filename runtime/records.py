@@ -66,24 +66,41 @@ class Kept:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a worker hands over of one child request; :class:`Record` says what the fields are."""
+    """What a worker hands over of one child request; :class:`Record` says what the fields are.  ``fired`` is before
+    gates; ``gated``: edit → the read of its gate's scores, and whether the gate decides for the whole request."""
 
     fired: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     kept: tuple[Kept, ...] = ()
     metrics: Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(default_factory=dict)
     overridden: tuple[int, ...] = ()
+    gated: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one gate saw and decided of one request: ``positions`` int64 ``[rows]``, sorted, their ``scores`` float32
+    ``[rows]`` and which of them ``passed``.  A request gate decides on ``value``, what the scores of all rows come to:
+    all pass or none does.  ``value`` is None where each row decides for itself."""
+
+    positions: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float32]
+    passed: npt.NDArray[np.bool_]
+    value: float | None = None
 
 
 @dataclass(frozen=True)
 class Record:
     """What the worker saw of one child request.  ``fired``: edit → half-open ranges of absolute positions at which
-    it acted, one list for all its sites, and ``sites`` how many sites acted; ``overridden``: generated steps whose
-    token was replaced; ``metrics``: name → (positions, float32 values)."""
+    it acted, one list for all its sites; ``selected``: edit with a gate → the same of the rows that it acted on if its
+    gate let them through; ``gates``: name → its scores; ``overridden``: generated steps whose token was replaced;
+    ``metrics``: name → (positions, float32 values)."""
 
     fired: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     reads: Mapping[tuple[str, str], ReadRows] = field(default_factory=dict)
     metrics: Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(default_factory=dict)
     overridden: tuple[int, ...] = ()
+    selected: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
+    gates: Mapping[str, Scores] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,13 @@ class Ring:
         """Bytes of a slot."""
         return sum(memory[0].numel() * memory.element_size() for _, memory in self.groups)
 
+    def place(self, site: str) -> tuple[Tensor, int]:
+        """The memory of a site, and its number there."""
+        for sites, memory in self.groups:
+            if site in sites:
+                return memory, sites.index(site)
+        raise KeyError(site)
+
     def add(self, sites: tuple[str, ...], memory: Tensor) -> None:
         """Slots of more sites, ``[slots, sites, …]``."""
         self.groups.append((sites, memory))

@@ -8,7 +8,7 @@ further costs no planning: the last plan is used again with its ``shift`` counte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,20 @@ from vtaps.runtime.fills import Fill, Found, MetricFill, StepPlan, by_live, rang
 from vtaps.runtime.live import Batch, Chosen, Ints, Live, Places, RequestKey, Scheduled, Span, TableError, choose
 from vtaps.runtime.program import Program
 from vtaps.spec.rows import OPEN, Interval
+
+
+@dataclass
+class _Seats:
+    """The numbers, from 1, that the live requests of one gate have; what is free is given again."""
+
+    free: list[int] = field(default_factory=list)
+    most: int = 0
+
+    def take(self) -> int:
+        if self.free:
+            return self.free.pop()
+        self.most += 1
+        return self.most
 
 
 @dataclass
@@ -42,6 +56,7 @@ class RowTable:
         self.alive: dict[RequestKey, str] = {}
         self.number = 0
         self._open: _Open | None = None
+        self._seats = {name: _Seats() for name, gate in program.gates.items() if gate.reduce is not None}
         sites = program.sites
 
         def split(names: Sequence[str], sampled: bool) -> tuple[str, ...]:
@@ -73,6 +88,13 @@ class RowTable:
         if live is not None and self.alive.get(live.key) == request_id:
             del self.alive[live.key]
             self.done[live.key] = live
+            self._leave(live)
+
+    def _leave(self, live: Live) -> None:
+        """It is planned no more.  Whoever gets its seats decides anew, after all of its steps."""
+        for gate, seat in live.seats.items():
+            self._seats[gate].free.append(seat)
+        live.seats.clear()
 
     def collect(self, key: RequestKey) -> Live:
         """Hand over what was seen of a request and forget it; rows that it still computes are no longer recorded.
@@ -87,6 +109,7 @@ class RowTable:
         if request_id is None or live is None:
             raise TableError(f"request key {key[0]!r} (child {key[1]}) was never served here")
         self.live[request_id] = None
+        self._leave(live)
         return live
 
     def forget(self, keys: set[str]) -> None:
@@ -214,6 +237,10 @@ class RowTable:
                 speakers.append((number, live, last - live.prompt + 1))
         if not (edits or reads or metrics or speakers):
             return None, left
+        for gate, seats in self._seats.items():
+            for live in reads[gate].lives if gate in reads else ():
+                if gate not in live.seats:
+                    live.seats[gate] = seats.take()
         fills: dict[bool, tuple[list[Fill], list[Fill]]] = {False: ([], []), True: ([], [])}
         for kind, table, entries in ((0, self._edit_sites, edits), (1, self._read_sites, reads)):
             for name, found in entries.items():

@@ -107,6 +107,7 @@ class Session:
         self._called = np.zeros(len(self.at), np.int64)
         self._sampled = np.array([at.sampled for at in self.at], bool)
         self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
+        self._launched = np.array([len(at.parts) for at in self.at], np.int64)
         self.proved = np.array([len(at.parts) if at.name in traced else 0 for at in self.at], np.int64)
         self.installed = install(self.block, self.program, model, self._act_of)
         self.serve()
@@ -276,11 +277,14 @@ class Session:
             axis.write(edits, reads)
         else:
             axis.clear()
+        if reads or not shift:
+            # What was uploaded says of no request gate what it decided.
+            axis.gates.tell(axis.board, axis.dirty, edits)
 
     def passed(self) -> None:
         """A forward has been started, with the tables as they are."""
         if self.recorded:
-            self._expected[self.in_graph] += 1
+            self._expected[self.in_graph] += self._launched[self.in_graph]
 
     def end(self) -> None:
         """Take what the step's forward puts out.  Raises BlockFault where something planned did not happen."""
@@ -290,8 +294,12 @@ class Session:
                 self._expected[number] += len(self.at[number].parts)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=False)
-        if self._plan is not None and not self._plan.sampled_reads:
-            self.harvest.computed(self.table.number)
+        if self._plan is not None:
+            if not self._shift:
+                tokens = self.boards.tokens
+                tokens.gates.fold(tokens.board, tokens.dirty, self._plan.reads, tokens.rings)
+            if not self._plan.sampled_reads:
+                self.harvest.computed(self.table.number)
 
     def measure(self, logits: Tensor) -> None:
         """Metrics of the step from its logits ``[requests, vocab]``, as the model gave them."""

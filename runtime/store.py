@@ -108,9 +108,11 @@ def collected(live: Live, generated: int) -> Collected:
     for name, pairs in live.metrics.items():
         chosen = dict(sorted((p, v) for p, v in dict(pairs).items() if p < stop))
         metrics[name] = (np.array(list(chosen), np.int64), np.array(list(chosen.values()), np.float32))
+    gates = {gate for gate, _ in live.compiled.gated.values()}
     return Collected(
-        fired=live.ranges_fired(stop),
+        fired={name: ranges for name, ranges in live.ranges_fired(stop).items() if name not in gates},
         kept=tuple(kept for kept in found if kept is not None),
         metrics=metrics,
         overridden=tuple(sorted(s for s in live.overridden if s < generated)) if live.overridden else (),
+        gated=live.compiled.gated,
     )

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,62 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from vtaps.runtime.live import RequestKey
-from vtaps.runtime.records import Collected, Filed, Kept, ReadRows, Record
+from vtaps.runtime.records import Collected, Filed, Kept, ReadRows, Record, Scores
 from vtaps.runtime.spool import opened
+from vtaps.spec.rows import Interval, intersect, to_ranges
 
 Array = npt.NDArray[Any]
 Open = Callable[[Filed], Array]
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "vtaps-"
+GATE = "gate"
+"""The field of what a gate keeps, ``[rows, 1, 3]``."""
 
 
 def record_of(found: Collected, open_file: Open = opened) -> Record:
     """The record of what a worker collected.  Raises SpoolError."""
     reads: dict[tuple[str, str], ReadRows] = {}
+    scores: dict[str, Scores] = {}
+    whole = dict(found.gated.values())
     for kept in found.kept:
         arrays = {name: open_file(v) if isinstance(v, Filed) else v for name, v in kept.values.items()}
+        if GATE in arrays:
+            scores[kept.read] = _scores(kept.positions, arrays[GATE][:, 0], whole[kept.read])
+            continue
         for number, site in enumerate(kept.sites):
             values = {name: array[:, number] for name, array in arrays.items()}
             reads[kept.read, site] = ReadRows(kept.positions, values, kept.dtype)
-    return Record(fired=found.fired, reads=reads, metrics=found.metrics, overridden=found.overridden)
+    selected = {name: found.fired[name] for name in found.gated if name in found.fired}
+    acted = {
+        name: _acted(rows, scores.get(found.gated[name][0]), found.gated[name][1]) for name, rows in selected.items()
+    }
+    return Record(
+        fired={**found.fired, **acted},
+        reads=reads,
+        metrics=found.metrics,
+        overridden=found.overridden,
+        selected=selected,
+        gates={name.partition(".")[2]: told for name, told in scores.items()},
+    )
+
+
+def _scores(positions: npt.NDArray[np.int64], kept: Array, whole: bool) -> Scores:
+    """``kept``: float32 ``[rows, 3]``, score, passed and what was decided on: of a ``whole`` request in the last
+    row."""
+    passed = kept[:, 1] != 0
+    if whole:
+        return Scores(positions, kept[:, 0], np.full(len(kept), passed[-1]), float(kept[-1, 2]))
+    return Scores(positions, kept[:, 0], passed)
+
+
+def _acted(rows: Sequence[Interval], scores: Scores | None, whole: bool) -> tuple[Interval, ...]:
+    """Of the selected ``rows``, half-open ranges, those that the gate lets through."""
+    if scores is None or not len(scores.positions):
+        return ()
+    if whole:
+        return tuple(rows) if scores.passed[-1] else ()
+    return tuple(intersect(rows, to_ranges(scores.positions[scores.passed])))
 
 
 def pack(records: Iterable[tuple[RequestKey, Collected]]) -> bytes:
@@ -64,6 +101,7 @@ def pack(records: Iterable[tuple[RequestKey, Collected]]) -> bytes:
                 "child": child,
                 "fired": {name: list(ranges) for name, ranges in found.fired.items()},
                 "overridden": list(found.overridden),
+                "gated": dict(found.gated),
                 "metrics": {name: [put(p), put(v)] for name, (p, v) in found.metrics.items()},
                 "kept": [
                     [k.read, k.sites, put(k.positions), k.dtype, {f: put(a) for f, a in k.values.items()}]
@@ -91,6 +129,7 @@ def unpack(payload: bytes) -> dict[RequestKey, Collected]:
             ),
             metrics={name: (arrays[p], arrays[v]) for name, (p, v) in item["metrics"].items()},
             overridden=tuple(item["overridden"]),
+            gated={name: (str(gate), bool(whole)) for name, (gate, whole) in item["gated"].items()},
         )
     return out
 

@@ -10,13 +10,14 @@ from typing import Any
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document
 from vtaps.spec.names import defined
-from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit
-from vtaps.spec.spec import Arm, Axis, Spec
+from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit, PointGate
+from vtaps.spec.selectors import gates_of
+from vtaps.spec.spec import BOUNDS, Arm, Axis, Spec
 
 FIELDS = {"add": ("vector",), "set": ("vector",), "clamp": ("vector", "min", "max"), "feature": ("index",)}
 """What a sweep may give an edit beside its coefficient."""
 IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0, "affine": 0.0}
-NUMBERS = ("scale", "by", "to", "value", "min", "max")
+NUMBERS = ("scale", "by", "to", "value", "min", "max", "above", "below")
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,16 @@ def _arm(
     points = []
     for combination in itertools.product(*factors):
         settings = [s for step in combination for s in step]
-        points.append(_point(arm, settings, edits, overrides))
+        points.append(_point(arm, spec, settings, edits, overrides))
     crossed = [
         f"a sweep point of {e.edit} has min {e.low:g} above max {e.high:g}"
         for p in points if arm.sweep for e in p.edits
         if e.low is not None and e.high is not None and e.low > e.high
+    ]  # fmt: skip
+    crossed += [
+        f"a sweep point of {g.gate} has above {g.above:g} and below {g.below:g}"
+        for p in points if arm.sweep for g in p.gates
+        if g.above is not None and g.below is not None and g.above >= g.below
     ]  # fmt: skip
     if crossed:
         found.append(Diagnostic("VT318", crossed[0], doc.key(*arm.where, "sweep")))
@@ -92,6 +98,7 @@ def _paths(arm: Arm, spec: Spec) -> list[str]:
             own = (edit.coefficient_key,) if edit.coefficient_key is not None else ()
             more = () if edit.by_value else FIELDS.get(edit.verb, ())
             out += [f"{name}.at", f"{name}.on", *(f"{name}.{edit.verb}.{f}" for f in (*own, *more))]
+    out += [f"{name}.{bound}" for name in gates_of(arm, spec) for bound in BOUNDS]
     return out + [f"{name}.start" for name in arm.overrides if name in spec.overrides]
 
 
@@ -101,14 +108,17 @@ def _axis(
     target, _, field = axis.path.partition(".")
     paths = _paths(arm, spec)
     if axis.path not in paths:
-        if target in (defined(spec, "edits") - set(spec.edits)) | (defined(spec, "overrides") - set(spec.overrides)):
+        if target in (defined(spec, "edits") - set(spec.edits)) | (defined(spec, "gates") - set(spec.gates)) | (
+            defined(spec, "overrides") - set(spec.overrides)
+        ):
             return None
-        known = defined(spec, "edits"), defined(spec, "overrides")
-        if not (set(arm.edits) <= known[0] and set(arm.overrides) <= known[1]):
+        known = defined(spec, "edits") | defined(spec, "gates"), defined(spec, "overrides")
+        if not (set(arm.edits) <= defined(spec, "edits") and set(arm.overrides) <= known[1]):
             return None  # the arm's own list is at fault, and says so
         elsewhere = target in known[0] | known[1]
-        listed = target in (*arm.edits, *arm.overrides)
-        note = f"the arm {arm.name!r} does not list {target!r}" if elsewhere and not listed else None
+        listed = target in (*arm.edits, *arm.overrides, *gates_of(arm, spec))
+        wants = "lists no edit by" if target in spec.gates else "does not list"
+        note = f"the arm {arm.name!r} {wants} {target!r}" if elsewhere and not listed else None
         found.append(
             Diagnostic(
                 "VT215",
@@ -156,14 +166,14 @@ def _wrong(kind: str, value: Any) -> str | None:
 
 
 def _point(
-    arm: Arm, settings: list[_Setting], edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan]
+    arm: Arm, spec: Spec, settings: list[_Setting], edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan]
 ) -> Point:
     starts = {n: overrides[n].override.start for n in arm.overrides if n in overrides}
     chosen: dict[str, dict[str, Any]] = {}
     values: dict[str, Any] = {}
     for s in settings:
         chosen.setdefault(s.target, {})[s.field] = s.value
-        verb = edits[s.target].edit.verb if s.target in edits and s.field not in ("at", "on") else None
+        verb = edits[s.target].edit.verb if s.target in edits and s.field not in ("at", "on", *BOUNDS) else None
         values[f"{s.target}.{verb}.{s.field}" if verb else f"{s.target}.{s.field}"] = s.value
         if s.field == "start" and s.target in starts:
             starts[s.target] = s.value
@@ -186,7 +196,12 @@ def _point(
         does = None if edit.feature is None else edit.feature.does
         if own.get("on", True) and not is_identity(edit.verb, point.coefficient, does):
             acting.append(point)
-    return Point(values, tuple(acting), tuple(starts.items()))
+    used = dict.fromkeys(edits[p.edit].edit.when for p in acting)
+    gates = []
+    for gate in (spec.gates[name] for name in used if name is not None and name in spec.gates):
+        own = chosen.get(gate.name, {})
+        gates.append(PointGate(gate.name, gate.vector, own.get("above", gate.above), own.get("below", gate.below)))
+    return Point(values, tuple(acting), tuple(starts.items()), tuple(gates))
 
 
 def is_identity(verb: str, coefficient: float | None, does: str | None = None) -> bool:

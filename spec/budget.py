@@ -41,13 +41,19 @@ def readings(
 ) -> Iterator[Reading]:  # fmt: skip
     """Every request of the run whose arm lists the read."""
     for arm in arms.values():
-        if name not in arm.arm.reads:
-            continue
-        for point in arm.points:
-            placed = {n: (start, len(overrides[n].ids)) for n, start in point.overrides}
-            for group in arm.prompts:
-                for prompt in prompts.get(group, ()):
-                    yield Reading(prompt, placed, arm.sampling["max_tokens"], arm.sampling.get("n", 1))
+        if name in arm.arm.reads:
+            yield from readings_of(arm, prompts, overrides)
+
+
+def readings_of(
+    arm: ArmPlan, prompts: Mapping[str, tuple[ReadyPrompt, ...]], overrides: Mapping[str, OverridePlan]
+) -> Iterator[Reading]:
+    """Every request of an arm."""
+    for point in arm.points:
+        placed = {n: (start, len(overrides[n].ids)) for n, start in point.overrides}
+        for group in arm.prompts:
+            for prompt in prompts.get(group, ()):
+                yield Reading(prompt, placed, arm.sampling["max_tokens"], arm.sampling.get("n", 1))
 
 
 def without_ids(rows: Rows) -> Rows:

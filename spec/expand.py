@@ -12,11 +12,13 @@ from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.sizes import exact
 from vtaps.spec.spec import (
     BAN,
+    BOUNDS,
     MATRICES,
     PROBE,
     Arm,
     At,
     Edit,
+    Gate,
     Metric,
     Override,
     PromptGroup,
@@ -83,6 +85,7 @@ def expand(spec: Spec) -> dict[str, Any]:
         "vectors": each(spec.vectors, _vector),
         "taps": each(spec.taps, _at),
         "reads": each(spec.reads, read_of),
+        **({"gates": each(spec.gates, gate_of)} if spec.gates else {}),
         "edits": each(spec.edits, edit_of),
         "overrides": each(spec.overrides, _override),
         "metrics": each(spec.metrics, _metric),
@@ -96,7 +99,7 @@ def to_yaml(expanded: dict[str, Any]) -> str:
     """YAML 1.2 text, one definition a line.  Texts that older readers would take for something else are quoted."""
     shaped: dict[str, Any] = {}
     for section, value in expanded.items():
-        if section in ("saes", "vectors", "reads", "edits", "overrides", "metrics", "arms") and value:
+        if section in ("saes", "vectors", "reads", "gates", "edits", "overrides", "metrics", "arms") and value:
             shaped[section] = {k: _Flow(v) for k, v in value.items()}
         elif isinstance(value, dict) and section in ("model", "engine", "sampling"):
             shaped[section] = _Flow(value)
@@ -187,7 +190,16 @@ def edit_of(edit: Edit) -> dict[str, Any]:
     if edit.ids is not None:
         body["ids"] = list(edit.ids)
     said = _Flow(body) if edit.python is None else ":".join(edit.python)
-    return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: said}
+    when = {} if edit.when is None else {"when": edit.when}
+    return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: said, **when}
+
+
+def gate_of(gate: Gate) -> dict[str, Any]:
+    out = {"at": _at(gate.at), "tokens": rows_of(gate.tokens), gate.kind: gate.vector}
+    if gate.reduce is not None:
+        out["reduce"] = gate.reduce
+    out |= {key: bound for key in BOUNDS if (bound := getattr(gate, key)) is not None}
+    return {**out, "holds": gate.holds}
 
 
 def read_of(read: Read) -> dict[str, Any]:

@@ -15,6 +15,7 @@ KINDS = {
     "vectors": "vector",
     "taps": "tap",
     "reads": "read",
+    "gates": "gate",
     "edits": "edit",
     "overrides": "override",
     "metrics": "metric",
@@ -39,7 +40,11 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
                 if axis.values is not None and axis.path.endswith(".vector"):
                     for i, name in enumerate(axis.values):
                         yield "vectors", str(name), (*axis.where, i)
+    for gate in spec.gates.values():
+        yield "vectors", gate.vector, (*gate.where, gate.kind)
     for edit in spec.edits.values():
+        if edit.when is not None:
+            yield "gates", edit.when, (*edit.where, "when")
         if edit.vector is not None:
             yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")
         for key, vector in zip(MATRICES, edit.matrices, strict=False):
@@ -90,8 +95,8 @@ def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
     used["taps"] = {t for at in spec.ats() for t in at.texts}
     if any(arm.prompts is None for arm in spec.arms.values()):
         used["prompts"] = set(spec.prompts)
-    complete = not any(path[0] in ("arms", "edits", "reads") for path in spec.broken if path)
-    for section in ("vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts"):
+    complete = not any(path[0] in ("arms", "edits", "reads", "gates") for path in spec.broken if path)
+    for section in ("vectors", "taps", "reads", "gates", "edits", "overrides", "metrics", "prompts"):
         for name in getattr(spec, section):
             if complete and name not in used[section] and (section, name) not in meant:
                 yield Diagnostic("VT212", f"the {KINDS[section]} {name!r} is never used", doc.key(section, name))

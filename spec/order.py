@@ -8,17 +8,17 @@ from collections.abc import Mapping
 
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document
-from vtaps.spec.plan import ArmPlan, EditPlan, LocationPlan, ReadPlan, Statement
+from vtaps.spec.plan import ArmPlan, EditPlan, GatePlan, LocationPlan, ReadPlan, Statement
 from vtaps.spec.spec import Spec
 from vtaps.spec.tree import Site
 
 
 def plan_locations(
     spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], arms: Mapping[str, ArmPlan],
-    doc: Document, found: list[Diagnostic],
+    gates: Mapping[str, GatePlan], doc: Document, found: list[Diagnostic],
 ) -> tuple[LocationPlan, ...]:  # fmt: skip
-    """One entry a site, in execution order.  At a site: reads that see the state before edits, edits in the arms'
-    order, the other reads; what no arm lists stays out.  Ties fall by name, so key order means nothing."""
+    """One entry a site, in execution order.  At a site: reads that see the state before edits, gates, edits in the
+    arms' order, the other reads; what no arm lists stays out.  Ties fall by name, so key order means nothing."""
     listed_edits = {n for a in arms.values() for n in a.arm.edits if n in edits}
     listed_reads = {n for a in arms.values() for n in a.arm.reads if n in reads}
     sites: dict[str, Site] = {}
@@ -31,6 +31,12 @@ def plan_locations(
         for site in reads[name].sites:
             sites[site.name] = site
             at.setdefault(site.name, ([], []))[1].append(name)
+    looking: dict[str, list[str]] = {}
+    for name in sorted({g for n in listed_edits if (g := edits[n].edit.when) in gates and g is not None}):
+        site = gates[name].site
+        sites[site.name] = site
+        at.setdefault(site.name, ([], []))
+        looking.setdefault(site.name, []).append(name)
     _check_sees(edits, reads, arms, doc, found)
     out = []
     disagreed: set[frozenset[str]] = set()
@@ -40,6 +46,7 @@ def plan_locations(
         before = [r for r in read_here if reads[r].read.sees == "before_edits"]
         after = [r for r in read_here if r not in before]
         statements = [Statement("read", r) for r in before]
+        statements += [Statement("gate", g) for g in looking.get(site.name, ())]
         statements += [Statement("edit", e) for e in ordered]
         statements += [Statement("read", r) for r in after]
         out.append(LocationPlan(site, tuple(statements)))

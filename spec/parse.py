@@ -11,6 +11,7 @@ from vtaps.spec.document import Document, NodePath
 from vtaps.spec.rows import WORDS, Interval, Rows
 from vtaps.spec.sizes import parse_size
 from vtaps.spec.spec import (
+    GATE_KINDS,
     MATRICES,
     PROBE,
     TAP_MEMORY,
@@ -20,6 +21,7 @@ from vtaps.spec.spec import (
     Edit,
     EngineRef,
     FeatureUse,
+    Gate,
     Metric,
     ModelRef,
     Override,
@@ -37,7 +39,7 @@ SCALED = ("add", "set", "project_out", "affine")
 PROMPT_KINDS = ("text", "chat", "ids")
 METRIC_KINDS = ("logprob", "logit_diff", "rank")
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
-SECTIONS = ("saes", "vectors", "taps", "reads", "edits", "overrides", "metrics", "prompts", "arms")
+SECTIONS = ("saes", "vectors", "taps", "reads", "gates", "edits", "overrides", "metrics", "prompts", "arms")
 
 T = TypeVar("T")
 
@@ -104,6 +106,7 @@ def parse(doc: Document, found: list[Diagnostic] | None = None) -> Spec | None:
         sampling={**SAMPLING_DEFAULTS, **data.get("sampling", {})},
         broken=broken,
         saes=each("saes", lambda name, value, where: Sae(name, where, value["dir"])),
+        gates=each("gates", _gate),
     )
 
 
@@ -179,6 +182,23 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         python=_function(data["python"]) if verb == "python" else None,
         feature=_feature(body) if verb == "feature" else None,
         ids=tuple(body["ids"]) if "ids" in body else None,
+        when=data.get("when"),
+    )
+
+
+def _gate(name: str, data: Mapping[str, Any], where: NodePath) -> Gate:
+    kind = next(k for k in GATE_KINDS if k in data)
+    return Gate(
+        name,
+        where,
+        at=_at(data["at"], (*where, "at")),
+        tokens=parse_rows(data["tokens"]),
+        kind=kind,  # type: ignore[arg-type]
+        vector=data[kind],
+        holds=data["holds"],
+        reduce=data.get("reduce"),
+        above=float(data["above"]) if "above" in data else None,
+        below=float(data["below"]) if "below" in data else None,
     )
 
 

@@ -10,7 +10,7 @@ from vtaps.spec.everywhere import Everywhere
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval
 from vtaps.spec.source import Forward
-from vtaps.spec.spec import Arm, Edit, Metric, Override, Read, Spec
+from vtaps.spec.spec import Arm, Edit, Gate, Metric, Override, Read, Spec
 from vtaps.spec.tree import Dimensions, Site
 
 EngineMode = Literal["taps", "eager"]
@@ -42,6 +42,16 @@ class ReadPlan:
 
 
 @dataclass(frozen=True)
+class GatePlan:
+    """``step_rows`` and ``requests`` as in :class:`ReadPlan`."""
+
+    gate: Gate
+    site: Site
+    step_rows: int = 0
+    requests: int = 0
+
+
+@dataclass(frozen=True)
 class OverridePlan:
     override: Override
     ids: tuple[int, ...]
@@ -68,12 +78,23 @@ class PointEdit:
 
 
 @dataclass(frozen=True)
+class PointGate:
+    """One gate at one sweep point: those that an edit of the point acts by."""
+
+    gate: str
+    vector: str
+    above: float | None
+    below: float | None
+
+
+@dataclass(frozen=True)
 class Point:
     """``values``: sweep path → value, the typed columns of the result; ``overrides``: (name, first step)."""
 
     values: Mapping[str, Any]
     edits: tuple[PointEdit, ...]
     overrides: tuple[tuple[str, int], ...]
+    gates: tuple[PointGate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +107,7 @@ class ArmPlan:
 
 @dataclass(frozen=True)
 class Statement:
-    kind: Literal["edit", "read"]
+    kind: Literal["edit", "read", "gate"]
     name: str
 
 
@@ -143,3 +164,4 @@ class Plan:
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     everywhere: Everywhere | None = None
     saes: tuple[SaePlan, ...] = ()
+    gates: Mapping[str, GatePlan] = field(default_factory=dict)

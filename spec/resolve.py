@@ -22,17 +22,18 @@ from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.everywhere import EVERYWHERE, Everywhere, everywhere
 from vtaps.spec.expand import written
+from vtaps.spec.gates import check_gated, loads, plan_gate
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
-from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
+from vtaps.spec.plan import EditPlan, GatePlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
 from vtaps.spec.rows import Interval, merge
 from vtaps.spec.sae_use import check_saes
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
-from vtaps.spec.spec import At, Edit, Metric, Read, Spec
+from vtaps.spec.spec import At, Edit, Gate, Metric, Read, Spec
 from vtaps.spec.token_ids import token_id
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
@@ -73,7 +74,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     overrides = _overrides(spec, context, found)
     metrics = _known({name: _metric(m, context, found) for name, m in spec.metrics.items()})
     prompts = _prompts(spec, context, found)
-    outside = check_vectors(spec, edits, reads, doc, found)
+    gates = _known({name: _gate(g, spec, context, found) for name, g in spec.gates.items()})
+    outside = check_vectors(spec, edits, reads, gates, doc, found)
     sae_digests, saes = check_saes(spec, edits, reads, tree, doc, found)
     outside |= sae_digests
     for group in spec.prompts.values():
@@ -85,7 +87,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
     logits.check_bans(edits, arms, doc, found)
-    locations = plan_locations(spec, edits, reads, arms, doc, found)
+    check_gated(spec, edits, gates, arms, prompts, overrides, doc, found)
+    locations = plan_locations(spec, edits, reads, arms, gates, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
@@ -103,6 +106,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         )
         for name, p in reads.items()
     }
+    gates = {name: loads(p, arms, prompts, overrides) for name, p in gates.items()}
     facts = TreeFacts(
         digest=tree.digest,
         architecture=tree.architecture,
@@ -119,7 +123,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
-        context.everywhere if every else None, saes,
+        context.everywhere if every else None, saes, gates,
     )  # fmt: skip
     return plan, found
 
@@ -234,6 +238,11 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
         by_token = edit.ids is not None and edit.heads is None
         columns = _tokens(edit, context, found) if by_token else _columns(edit, sites[0], doc, found)
     return EditPlan(edit, sites, columns) if len(found) == before else None
+
+
+def _gate(gate: Gate, spec: Spec, context: Context, found: list[Diagnostic]) -> GatePlan | None:
+    sites = _sites(gate.at, spec, context, found)
+    return plan_gate(gate, sites, context.doc, found) if sites else None
 
 
 def _numbers(edit: Edit, doc: Document) -> list[Diagnostic]:

@@ -12,7 +12,7 @@ from vtaps.spec.document import Document, NodePath
 from vtaps.spec.plan import ArmPlan, OverridePlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Facts, Rows, compile_rows
-from vtaps.spec.spec import Spec
+from vtaps.spec.spec import Arm, Spec
 
 
 def facts_of(prompt: ReadyPrompt, rows: list[Rows], overrides: Mapping[str, tuple[int, int]]) -> Facts:
@@ -70,8 +70,16 @@ def check_selectors(
                 found.append(Diagnostic(code, f"{what}: {text} (arm {arm.arm.name!r})", doc.at(*where, "tokens")))
 
 
+def gates_of(arm: Arm, spec: Spec) -> tuple[str, ...]:
+    """The gates by which the edits of an arm act, each once."""
+    edits = (spec.edits[name] for name in arm.edits if name in spec.edits)
+    return tuple(dict.fromkeys(e.when for e in edits if e.when in spec.gates and e.when is not None))
+
+
 def _used(arm: ArmPlan, spec: Spec) -> Iterator[tuple[NodePath, Rows, str]]:
-    for section, names in (("edits", arm.arm.edits), ("reads", arm.arm.reads), ("metrics", arm.arm.metrics)):
+    gates = gates_of(arm.arm, spec)
+    sections = {"gates": gates, "edits": arm.arm.edits, "reads": arm.arm.reads, "metrics": arm.arm.metrics}
+    for section, names in sections.items():
         table = getattr(spec, section)
         for name in names:
             if name in table:

@@ -16,6 +16,7 @@ GATHERED_BYTES = 64 << 20
 
 HELD_AS_THEY_ARE = ("rows", "lens", "features")
 """Kinds of reads whose slots are in the model's dtype; the others are in float32."""
+GATE_BYTES = 12
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -49,6 +50,8 @@ def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
     """Bytes on the device of one row of a read at locations of these ``widths``.
 
     Rows, and those that a lens or an SAE is taken of, are held in the model's ``dtype``.  Norms, dot products
-    and means need the unrounded stream, so their rows are held whole in float32.
+    and means need the unrounded stream, so their rows are held whole in float32.  A gate keeps three float32 numbers.
     """
+    if kind == "gate":
+        return GATE_BYTES
     return sum(widths) * (ITEM_BYTES[dtype] if kind in HELD_AS_THEY_ARE else 4)

@@ -104,7 +104,7 @@ class Edit:
     ``by`` of ``feature``, ``value`` of an ``add`` or ``set`` without a vector; None elsewhere.  ``vectors`` are the
     directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``; ``matrices`` the names of ``affine``:
     down, up and bias, if any; ``keep_norm`` is of ``add``.  ``heads`` and ``dims`` are inclusive ranges, ``ids`` tokens
-    as written, None for all.  ``python``: (file, function)."""
+    as written, None for all.  ``python``: (file, function); ``when``: the name of its gate."""
 
     name: str
     where: NodePath
@@ -123,6 +123,7 @@ class Edit:
     python: tuple[str, str] | None = None
     feature: FeatureUse | None = None
     ids: tuple[int | str, ...] | None = None
+    when: str | None = None
 
     @property
     def by_value(self) -> bool:
@@ -137,6 +138,27 @@ class Edit:
         if self.feature is not None:
             return self.feature.does
         return "by" if self.verb == "scale" else "value" if self.by_value else "scale"
+
+
+GATE_KINDS = ("project", "cosine")
+BOUNDS = ("above", "below")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """``kind``: the score is the row's product with ``vector``, or that over both lengths; a row, or what ``reduce``
+    makes of a request's rows, passes where ``above`` < score < ``below``."""
+
+    name: str
+    where: NodePath
+    at: At
+    tokens: Rows
+    kind: Literal["project", "cosine"]
+    vector: str
+    holds: Literal["row", "request"]
+    reduce: Literal["max", "mean", "last"] | None = None
+    above: float | None = None
+    below: float | None = None
 
 
 @dataclass(frozen=True)
@@ -245,9 +267,11 @@ class Spec:
     sampling: Mapping[str, Any]
     broken: frozenset[NodePath] = frozenset()
     saes: Mapping[str, Sae] = field(default_factory=dict)
+    gates: Mapping[str, Gate] = field(default_factory=dict)
 
-    def selecting(self) -> Iterator[Read | Edit | Metric]:
+    def selecting(self) -> Iterator[Read | Edit | Metric | Gate]:
         """Everything that selects rows."""
+        yield from self.gates.values()
         yield from self.edits.values()
         yield from self.reads.values()
         yield from self.metrics.values()
@@ -256,8 +280,9 @@ class Spec:
         """The locations of everything that has some."""
         yield from (acting.at for acting in self.acting())
 
-    def acting(self) -> Iterator[Edit | Read]:
+    def acting(self) -> Iterator[Edit | Read | Gate]:
         """Everything that has locations."""
+        yield from self.gates.values()
         yield from self.edits.values()
         yield from self.reads.values()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
-from vtaps.spec.plan import EditPlan, ReadPlan
-from vtaps.spec.spec import MATRICES, PROBE, Sae, Spec, Vector
+from vtaps.spec.plan import EditPlan, GatePlan, ReadPlan
+from vtaps.spec.spec import MATRICES, PROBE, Edit, Gate, Read, Sae, Spec, Vector
 from vtaps.spec.tree import Site
 from vtaps.spec.vectors import (
     Floats,
@@ -57,7 +57,7 @@ def _swept(spec: Spec) -> dict[str, list[tuple[str, NodePath]]]:
 
 
 def _uses(
-    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan],
+    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], gates: Mapping[str, GatePlan],
     swept: Mapping[str, list[tuple[str, NodePath]]],
 ) -> Iterator[tuple[str, Site, NodePath]]:  # fmt: skip
     """(vector, site, where the use stands); sweeps over vectors count as uses at every site of the edit."""
@@ -67,6 +67,8 @@ def _uses(
         for vector, where in own + swept.get(name, []):
             for site in plan.sites:
                 yield vector, site, where
+    for gate in gates.values():
+        yield gate.gate.vector, gate.site, (*gate.gate.where, gate.gate.kind)
     for read in reads.values():
         if read.read.kind == "probe":
             continue
@@ -76,8 +78,9 @@ def _uses(
 
 
 def check_vectors(
-    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], doc: Document, found: list[Diagnostic]
-) -> dict[str, str]:
+    spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], gates: Mapping[str, GatePlan],
+    doc: Document, found: list[Diagnostic],
+) -> dict[str, str]:  # fmt: skip
     """Findings go to ``found``, one a vector and kind; returns file → digest."""
     digests: dict[str, str] = {}
     told: set[tuple[str, str]] = set()
@@ -105,7 +108,7 @@ def check_vectors(
             except VectorError as error:
                 tell(vector, error.kind, error.message, vector.where)
     swept = _swept(spec)
-    for name, site, where in _uses(spec, edits, reads, swept):
+    for name, site, where in _uses(spec, edits, reads, gates, swept):
         if _unusable(name, spec):
             continue
         vector = spec.vectors[name]
@@ -130,6 +133,16 @@ def check_vectors(
         _check_affine(plan, spec, doc, tell)
     for read in reads.values():
         _check_probe(read, spec, doc, tell)
+    for gate in gates.values():
+        name, site = gate.gate.vector, gate.site
+        cosine = gate.gate.kind == "cosine" and (name, site.layer, site.width) in good
+        if (
+            cosine
+            and not read_vector(
+                definition(spec.vectors[name], spec.saes), doc.folder, site.layer, site.width or 0
+            ).any()
+        ):
+            tell(spec.vectors[name], "direction", f"{name} is zero here ({site.name})", (*gate.gate.where, "cosine"))
     return digests
 
 
@@ -227,7 +240,12 @@ def _without_direction(read: list[Floats], names: list[str], plan: EditPlan, sit
 
 def _through_resid_pre(spec: Spec, section: str, name: str) -> bool:
     """Whether an edit or read spells a location by the layer that follows it."""
-    used = spec.edits.get(name) if section == "edits" else spec.reads.get(name)
+    tables: dict[str, Mapping[str, Edit | Read | Gate]] = {
+        "edits": spec.edits,
+        "reads": spec.reads,
+        "gates": spec.gates,
+    }
+    used = tables.get(section, {}).get(name)
     if section == "arms":  # a sweep over vectors: any edit of the spec that does
         return any(_through_resid_pre(spec, "edits", edit) for edit in spec.edits)
     spelled = () if used is None else spec.texts(used.at)

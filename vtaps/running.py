@@ -18,7 +18,7 @@ from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
 from vtaps.spec.plan import Plan
-from vtaps.spec.selectors import match_texts
+from vtaps.spec.selectors import gates_of, match_texts
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ def _match_texts(plan: Plan, arm: str) -> tuple[str, ...]:
     rows = [plan.edits[n].edit.tokens for n in own.edits]
     rows += [plan.reads[n].read.tokens for n in own.reads]
     rows += [plan.metrics[n].metric.tokens for n in own.metrics]
+    rows += [plan.gates[n].gate.tokens for n in gates_of(own, plan.spec)]
     return match_texts(rows)
 
 
@@ -78,7 +79,7 @@ def with_lines(lock: dict[str, Any], plan: Plan, compiled: Compiled, line: Calla
     """The lock with the spec's line beside each definition and under each line of the block: where a fault at work
     points.  Lines are not part of the lock on disk, so that a comment added to a spec changes nothing."""
     told = {**lock, "block": {**lock["block"], "lines": {}}}
-    for section in ("edits", "reads", "overrides", "metrics"):
+    for section in ("edits", "reads", "overrides", "metrics", *(["gates"] if "gates" in lock else [])):
         told[section] = {n: {**d, "line": line(section, n)} for n, d in lock[section].items()}
     told["block"]["lines"] = {str(at): line(*where) for at, where in compiled.block.statements.items()}
     return told

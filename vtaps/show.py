@@ -87,7 +87,7 @@ def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def _summary(run: RunResult, width: int) -> list[RenderableType]:
-    parts = [_texts(run, width), _fired(run), _metrics(run, width), _saved(run), _findings(run)]
+    parts = [_texts(run, width), _fired(run), _gates(run), _metrics(run, width), _saved(run), _findings(run)]
     return [p for p in parts if p is not None]
 
 
@@ -206,9 +206,29 @@ def _fired(run: RunResult) -> RenderableType | None:
         return None
     table = _table("Rows fired", "what", "name", "arm", "fired", "expected", numbers=("fired", "expected"))
     for row in run.info["fired"]:
-        style = "" if row["fired"] == row["expected"] else "bold red"
+        gated = row["kind"] == "edit" and "when" in run.lock["edits"].get(row["name"], {})
+        style = "" if gated or row["fired"] == row["expected"] else "bold red"
         numbers = [Text(f"{row[k]:,}", style) for k in ("fired", "expected")]
         table.add_row(row["kind"], visible(row["name"]), visible(row["arm"]), *numbers)
+    return table
+
+
+def _gates(run: RunResult) -> RenderableType | None:
+    """What each gate decided in each arm, and between which scores its rows lay."""
+    gates: Mapping[str, Any] = run.lock.get("gates") or {}
+    if not gates:
+        return None
+    table = _table("Gates", "gate", "arm", "rows scored", "passed", "scores", numbers=("rows scored", "passed"))
+    for name, gate in gates.items():
+        rows = run.gate(name)
+        for arm in pc.unique(rows["arm"]).to_pylist():
+            mine = rows.filter(pc.equal(rows["arm"], arm))
+            passed = f"{pc.sum(mine['passed']).as_py():,} rows"
+            if gate["holds"] == "request":
+                decided = run.requests.filter(pc.equal(run.requests["arm"], arm))[f"decided.{name}"].drop_null()
+                passed = f"{pc.sum(decided).as_py():,} of {len(decided):,} requests"
+            low, high = (pc.min_max(mine["score"])[key].as_py() for key in ("min", "max"))
+            table.add_row(visible(name), visible(arm), f"{mine.num_rows:,}", passed, f"{low:.4g} … {high:.4g}")
     return table
 
 
@@ -252,7 +272,10 @@ def _saved(run: RunResult) -> RenderableType:
         sites = f"{len(read['sites'])} site{'s' * (len(read['sites']) != 1)}"
         holds = f"{read['rows']:,} row{'s' * (read['rows'] != 1)} × {sites}" + (f": {fields}" if fields else "")
         table.add_row(visible(f"read {name} ({read['kind']})"), visible(holds), f"reads/{name}/", human(size))
-    for what, rows in (("requests", run.requests), ("metrics", run.metrics), ("tokens", run.tokens)):
+    tables = {"requests": run.requests, "metrics": run.metrics, "tokens": run.tokens}
+    if run.lock.get("gates"):
+        tables["gates"] = run.gates
+    for what, rows in tables.items():
         file = f"{what}.parquet"
         table.add_row(what, f"{rows.num_rows:,} row{'s' * (rows.num_rows != 1)}", file, human(files[file]))
     return table

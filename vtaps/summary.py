@@ -13,7 +13,7 @@ from vtaps.spec.selectors import facts_of
 from vtaps.spec.serving import between_all_reduce_and_norm
 from vtaps.spec.sizes import human
 from vtaps.spec.slots import ITEM_BYTES
-from vtaps.spec.spec import Edit
+from vtaps.spec.spec import BOUNDS, Edit, Gate
 from vtaps.spec.tree import Site
 
 EAGER_PRICE = (
@@ -40,8 +40,11 @@ def describe(plan: Plan) -> str:
     for sae in plan.saes:
         taken = f", {human(sae.bytes)} of the device for reads" if sae.bytes else ""
         lines.append(f"  sae       {sae.name}: {sae.architecture} in {sae.folder}, {sae.d_in} × {sae.d_sae}{taken}")
+    for name, gate in plan.gates.items():
+        lines.append(f"  gate      {name}: {_decides(gate.gate)} at {gate.site.name}")
     for name, edit in plan.edits.items():
-        lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}")
+        when = "" if edit.edit.when is None else f" when {edit.edit.when}"
+        lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}{when}")
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
         rows, size = read_size(plan, name, read)
@@ -125,6 +128,13 @@ def _fusion(plan: Plan, name: str) -> list[str]:
         f"            between all-reduce and RMSNorm at {listed(tuple(parted))}: one GPU loses no fusion, "
         "tensor parallel that of the two"
     ]
+
+
+def _decides(gate: Gate) -> str:
+    """``cosine with paris above 0.2, max over the request``."""
+    bounds = [f"{key} {bound:g}" for key in BOUNDS if (bound := getattr(gate, key)) is not None]
+    of = "each row for itself" if gate.reduce is None else f"{gate.reduce} over the request"
+    return f"{gate.kind} with {gate.vector} {' and '.join(bounds)}, {of}"
 
 
 def _narrowed(edit: Edit) -> str:

@@ -16,8 +16,8 @@ from vtaps.spec import digests
 
 OURS = frozenset(
     {
-        ".lock", "lock.json", "metrics.parquet", "partial", "plot.html", "reads", "requests.parquet", "run.json",
-        "tokens.parquet",
+        ".lock", "gates.parquet", "lock.json", "metrics.parquet", "partial", "plot.html", "reads", "requests.parquet",
+        "run.json", "tokens.parquet",
     }
 )  # fmt: skip
 """Everything a run writes beside the blocks, whose names run.json and the plan say, and what is drawn of it there."""
@@ -37,7 +37,7 @@ def bare(lock: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(lock)
     if "block" in out:
         out["block"] = {k: v for k, v in out["block"].items() if k != "lines"}
-    for section in ("edits", "reads", "overrides", "metrics"):
+    for section in ("edits", "reads", "overrides", "metrics", *(["gates"] if "gates" in lock else [])):
         out[section] = {n: {k: v for k, v in d.items() if k != "line"} for n, d in lock[section].items()}
     return out
 

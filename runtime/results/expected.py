@@ -22,12 +22,14 @@ Lock = Mapping[str, Any]
 @dataclass(frozen=True)
 class Expected:
     """Sorted absolute positions by name.  ``edits`` holds every edit that some point of the arm uses, empty where
-    this point leaves it out or makes it an identity; ``overrides`` holds generated steps and their token ids."""
+    this point leaves it out or makes it an identity; of an edit with a gate all rows that it selects; ``gates``: those
+    that the point's gates score; ``overrides`` holds generated steps and their token ids."""
 
     rows: int
     edits: Mapping[str, Ints]
     reads: Mapping[str, Ints]
     metrics: Mapping[str, Ints]
+    gates: Mapping[str, Ints]
     overrides: Mapping[str, tuple[tuple[int, int], ...]]
 
 
@@ -89,6 +91,10 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
         },
         reads={name: positions(lock["reads"][name]["tokens"], lock["reads"][name]["sites"]) for name in arm["reads"]},
         metrics={name: positions(lock["metrics"][name]["tokens"], (), True) for name in arm["metrics"]},
+        gates={
+            g["gate"]: positions(lock["gates"][g["gate"]]["tokens"], [lock["gates"][g["gate"]]["site"]])
+            for g in point.get("gates") or ()
+        },
         overrides={
             name: tuple(
                 (facts.overrides[name][0] + i, int(token))

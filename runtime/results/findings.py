@@ -97,6 +97,11 @@ def examine(lock: Lock, request: Request, completion: Completion, expected: Expe
     for name, got, want in _edit_rows(completion, expected):
         if not np.array_equal(got, want):
             differ("edit", name, f"fired at {_rows(got)}, expected {len(want)}", _difference(got, want))
+    for name, want in expected.gates.items():
+        scores = completion.record.gates.get(name)
+        got = _NONE if scores is None else scores.positions[scores.positions < expected.rows]
+        if not np.array_equal(got, want):
+            differ("gate", name, f"scored {_rows(got)}, expected {len(want)}", _difference(got, want))
     for name, message in _override_faults(completion, expected):
         differ("override", name, message)
     for name, message, note in _read_faults(lock, request, completion, expected):
@@ -107,6 +112,7 @@ def examine(lock: Lock, request: Request, completion: Completion, expected: Expe
         if not np.array_equal(got, want):
             differ("metric", name, f"measured at {_rows(got)}, expected {len(want)}", _difference(got, want))
     found += _worthless(lock, request, completion, expected, where)
+    found += _odd_scores(lock, request, completion, expected, where)
     return found
 
 
@@ -114,7 +120,8 @@ _NONE: Ints = np.empty(0, np.int64)
 
 
 def _edit_rows(completion: Completion, expected: Expected) -> Iterator[tuple[str, Ints, Ints]]:
-    fired = completion.record.fired
+    # Of an edit with a gate the rows that it was to act on are known; which of them it did is the gate's to say.
+    fired = {**completion.record.fired, **completion.record.selected}
     for name in [*expected.edits, *(n for n in fired if n not in expected.edits)]:
         yield name, fired_positions(fired.get(name, ()), expected.rows), expected.edits.get(name, _NONE)
 
@@ -168,6 +175,19 @@ def sites_of(lock: Lock, completion: Completion, read: str) -> dict[str, ReadRow
     reads = completion.record.reads
     found = {site: reads[read, site] for site in lock["reads"][read]["sites"] if (read, site) in reads}
     return found or None
+
+
+def _odd_scores(
+    lock: Lock, request: Request, completion: Completion, expected: Expected, where: str
+) -> Iterator[Finding]:
+    for name in expected.gates:
+        scores = completion.record.gates.get(name)
+        at = _NONE if scores is None else scores.positions[~np.isfinite(scores.scores)]
+        at = at[at < expected.rows]
+        if len(at):
+            message = f"gate {name}, {where}: {_rows(at)} with a score that is not finite, first at position {at[0]}"
+            line = lock["gates"][name].get("line")
+            yield Finding("VT604", f"gate {name}", request.arm, message, line, "such a score passes no bound")
 
 
 def _worthless(

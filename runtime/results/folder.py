@@ -179,6 +179,7 @@ class RunFolder:
         entries = Entries([self._journal(k) for k in self._order if k in self._done])
         layout = Layout(self._lock, entries.values())
         shutil.rmtree(self.path / "reads", ignore_errors=True)
+        (self.path / "gates.parquet").unlink(missing_ok=True)
         write_tables(self.path, layout, entries.items(), token_text)
         reads = write_reads(self.path, self._lock, entries)
         copies = {"lock.json": to_text(bare(self._lock)), **self._blocks}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.runtime.records import Completion, Finished, Request
+from vtaps.runtime.records import Completion, Finished, Request, Scores
 from vtaps.runtime.results.expected import Expected, Lock, expect, fired_positions, point_of
 from vtaps.runtime.results.findings import Finding, examine, sites_of
 from vtaps.runtime.results.tensors import read_header, tensor_dtype, write_tensors
@@ -93,7 +93,21 @@ def _completion(
             for n, tokens in expected.overrides.items()
         },
         "metrics": metrics,
+        "gates": {
+            name: _scores(record.gates[name], expected.rows, arrays) for name in expected.gates if name in record.gates
+        },
         "reads": _reads(lock, completion, expected, arrays),
+    }
+
+
+def _scores(scores: Scores, count: int, arrays: Arrays) -> dict[str, Any]:
+    kept = scores.positions < count
+    return {
+        "positions": scores.positions[kept].tolist(),
+        "scores": _keep(arrays, _chosen(np.ascontiguousarray(scores.scores), kept)),
+        "passed": to_ranges(scores.positions[kept & scores.passed]),
+        # JSON has no NaN, and a score may be none.
+        "value": None if scores.value is None else repr(scores.value),
     }
 
 

@@ -40,7 +40,8 @@ class RunResult:
         """pyarrow.Table, one row a completion, in the order of the plan: ``request``, ``completion``, ``prompt``,
         ``group``, ``arm``, a column a sweep path and prompt column, ``prompt_token_ids``, ``token_ids``,
         ``prompt_text``, ``text``, ``finish_reason``, ``fired.EDIT`` and ``expected.EDIT`` (int64, null where the arm
-        does not use the edit)."""
+        does not use the edit).  Of a gate: ``scored.GATE``, and ``passed.GATE`` (rows), or ``decided.GATE`` (bool) and
+        ``score.GATE`` (float32) where it holds for a request."""
         return self._table("requests.parquet")
 
     @cached_property
@@ -55,6 +56,12 @@ class RunResult:
         in the prompt), ``token_id``, ``text``, ``turn``, ``fired`` (edits that acted on its row; null for the last
         token, which has none), ``overridden``, ``logprob``."""
         return self._table("tokens.parquet")
+
+    @cached_property
+    def gates(self) -> Any:
+        """pyarrow.Table of every row that a gate scored: :meth:`gate` of all of them, with a column ``gate``.  Raises
+        RunError where the run has none."""
+        return self._table("gates.parquet")
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -83,6 +90,19 @@ class RunResult:
         used = table.filter(pc.is_valid(table[f"expected.{edit}"]))
         fired = used.select([*keep, f"fired.{edit}", f"expected.{edit}"])
         return fired.rename_columns([*keep, "fired", "expected"])
+
+    def gate(self, name: str) -> Any:
+        """pyarrow.Table of the rows that a gate scored: ``request``, ``completion``, ``prompt``, ``group``, ``arm``,
+        sweep columns, ``position``, ``step``, ``score`` (float32, the very number that it was decided on), ``passed``:
+        what was decided there, of a gate that holds for a request the same in all of its rows.
+
+        Raises KeyError for an unknown gate.
+        """
+        gates = self.lock.get("gates") or {}
+        if name not in gates:
+            raise KeyError(_unknown("gate", name, tuple(gates)))
+        table = self.gates
+        return table.filter(pc.equal(table["gate"], name)).drop_columns(["gate"])
 
 
 def _unknown(what: str, name: str, names: tuple[str, ...]) -> str:

@@ -1,10 +1,11 @@
-"""requests.parquet, metrics.parquet and tokens.parquet, written a batch at a time in the order of the plan."""
+"""requests.parquet, metrics.parquet, tokens.parquet, gates.parquet: a batch at a time, in the order of the plan."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ ANSWER = (
     ("finish_reason", pa.string()),
 )
 MEASURED = (("metric", pa.string()), ("position", pa.int64()), ("step", pa.int64()), ("value", pa.float32()))
+SCORED = (
+    ("gate", pa.string()),
+    ("position", pa.int64()),
+    ("step", pa.int64()),
+    ("score", pa.float32()),
+    ("passed", pa.bool_()),
+)
 TOKENS = (
     *KEY,
     ("position", pa.int64()),
@@ -90,8 +98,10 @@ class Layout:
     def __init__(self, lock: Lock, entries: Iterable[Entry]) -> None:
         self._lock = lock
         self.edits = list(lock["edits"])
+        self.gates = {name: gate["holds"] for name, gate in (lock.get("gates") or {}).items()}
         taken = {name for name, _ in (*KEY, *GROUPS, *ANSWER, *MEASURED)}
         taken |= {f"{what}.{edit}" for edit in self.edits for what in ("fired", "expected")}
+        taken |= {name for name, _ in self.gate_fields()}
         points = [p["values"] for arm in lock["arms"].values() for p in arm["points"]]
         self._sweep = {
             path: Column(p.get(path) for p in points) for path in dict.fromkeys(k for p in points for k in p)
@@ -102,6 +112,29 @@ class Layout:
                 self._prompt.setdefault(name, Column()).see(value)
         self.sweep = _names(self._sweep, "sweep.", taken)
         self.prompt = _names(self._prompt, "prompt.", taken)
+
+    def gate_fields(self) -> list[tuple[str, Any]]:
+        """Of each gate how many rows it scored; of a gate of rows how many passed, of one that holds for a request what
+        it decided and on which score."""
+        out: list[tuple[str, Any]] = []
+        for name, holds in self.gates.items():
+            out.append((f"scored.{name}", pa.int64()))
+            if holds == "row":
+                out.append((f"passed.{name}", pa.int64()))
+            else:
+                out += [(f"decided.{name}", pa.bool_()), (f"score.{name}", pa.float32())]
+        return out
+
+    def gate_values(self, gates: Mapping[str, Any]) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for name, told in gates.items():
+            passed = sum(b - a for a, b in told["passed"])
+            out[f"scored.{name}"] = len(told["positions"])
+            if self.gates[name] == "row":
+                out[f"passed.{name}"] = passed
+            else:
+                out |= {f"decided.{name}": passed > 0, f"score.{name}": float(told["value"])}
+        return out
 
     def sweep_fields(self) -> list[tuple[str, Any]]:
         return [(self.sweep[path], column.type) for path, column in self._sweep.items()]
@@ -164,7 +197,7 @@ def write_tables(
     entries: Iterable[tuple[Path, Entry]],
     token_text: Callable[[int], str] | None,
 ) -> None:
-    """Write the three tables; ``entries`` come in the order of the plan."""
+    """Write the tables, that of the gates where there are some; ``entries`` come in the order of the plan."""
     sweep, prompt = layout.sweep_fields(), layout.prompt_fields()
     counts = [(f"{what}.{e}", pa.int64()) for e in layout.edits for what in ("fired", "expected")]
     texts: dict[int, str | None] = {}
@@ -176,8 +209,9 @@ def write_tables(
             texts[token] = utf8(token_text(token))
         return texts[token]
 
-    wide = [*KEY, *GROUPS, *sweep, *prompt, *ANSWER, *counts]
+    wide = [*KEY, *GROUPS, *sweep, *prompt, *ANSWER, *counts, *layout.gate_fields()]
     with (
+        _gates(folder, layout, [*KEY, *GROUPS, *sweep, *SCORED]) as gates,
         Table(folder / "requests.parquet", wide, REQUESTS) as requests,
         Table(folder / "metrics.parquet", [*KEY, *GROUPS, *sweep, *MEASURED]) as metrics,
         Table(folder / "tokens.parquet", TOKENS) as tokens,
@@ -198,11 +232,37 @@ def write_tables(
                 row["finish_reason"] = completion["finish_reason"]
                 for edit, (fired, expected) in completion["edits"].items():
                     row |= {f"fired.{edit}": fired, f"expected.{edit}": expected}
+                row |= layout.gate_values(completion["gates"])
                 requests.add(row)
+                if gates is not None:
+                    for scored in _scored(path, request, completion):
+                        gates.add({**key, **common, **scored})
                 for measured in _measured(path, request, completion):
                     metrics.add({**key, **common, **measured})
                 for token in _tokens(request, completion, text):
                     tokens.add({**key, **token})
+
+
+def _gates(folder: Path, layout: Layout, fields: Sequence[tuple[str, Any]]) -> AbstractContextManager[Table | None]:
+    return Table(folder / "gates.parquet", fields) if layout.gates else nullcontext()
+
+
+def _scored(path: Path, request: Entry, completion: Entry) -> Iterator[dict[str, Any]]:
+    if not completion["gates"]:
+        return
+    first = len(request["prompt_token_ids"]) - 1
+    with safe_open(path, framework="numpy") as arrays:
+        for name, gate in completion["gates"].items():
+            passed = set(from_ranges(gate["passed"]).tolist())
+            for position, score in zip(gate["positions"], arrays.get_tensor(gate["scores"]), strict=True):
+                step = None if position < first else position - first
+                yield {
+                    "gate": name,
+                    "position": position,
+                    "step": step,
+                    "score": float(score),
+                    "passed": position in passed,
+                }
 
 
 def _measured(path: Path, request: Entry, completion: Entry) -> Iterator[dict[str, Any]]:

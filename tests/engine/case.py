@@ -89,10 +89,12 @@ def write_case(
     vllm: Mapping[str, Any] | None = None,
     broken: str = "",
     mode: str = "eager",
+    gates: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], Path]:
     """The lock and the block's path.  Reads come before edits where they say ``sees: before_edits``."""
-    edits, reads = dict(edits or {}), dict(reads or {})
-    used = [s for s in SITES if any(s in e["sites"] for e in (*edits.values(), *reads.values()))]
+    edits, reads, gates = dict(edits or {}), dict(reads or {}), dict(gates or {})
+    looked = {g["site"] for g in gates.values()}
+    used = [s for s in SITES if s in looked or any(s in e["sites"] for e in (*edits.values(), *reads.values()))]
     lines = [
         "from vtaps.runtime import block as vt", "",
         f'BLOCK = vt.Block(spec="", tree="", structure="{STRUCTURE}", vllm="0.32.*", architecture="LlamaForCausalLM")',
@@ -111,10 +113,12 @@ def write_case(
         late = [r for r, d in reads.items() if name in d["sites"] and d.get("sees") != "before_edits"]
         for read in early:
             lines.append(f'    vt.{CALLS[reads[read]["kind"]]}(t, "{read}", {values})')
+        lines += [f'    vt.gate(t, "{gate}", {values})' for gate, data in gates.items() if data["site"] == name]
         for edit, data in edits.items():
             if name in data["sites"]:
                 columns = "" if data.get("columns") is None else f", columns={data['columns']!r}"
                 columns += ", keep_norm=True" if data.get("keep_norm") else ""
+                columns += f", when={data['when']!r}" if "when" in data else ""
                 lines.append(f"    # edits.{edit}: by hand")
                 verb = {"set": "set_"}.get(data["verb"], data["verb"])
                 lines.append(f'    vt.{verb}(t, "{edit}", {values}{columns})')
@@ -147,6 +151,7 @@ def write_case(
         "lens": {"norm": "model.norm"},
         "sites": {name: SITES[name] for name in used},
         "edits": edits,
+        "gates": gates,
         "reads": reads,
         "overrides": dict(overrides or {}),
         "metrics": dict(metrics or {}),

@@ -139,6 +139,25 @@ def test_structure_ignores_data_and_sees_code(tmp_path: Path, monkeypatch: pytes
     assert structure("zero: {heads: [0, 3]}", "scale: {by: 2, heads: [0, 3]}") != base
 
 
+def test_a_gates_bounds_are_data_and_what_it_gates_is_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_cache(tmp_path, monkeypatch)
+    source = (CASES / "gates" / "spec.yaml").read_text(encoding="utf-8")
+
+    def structure(old: str, new: str) -> str:
+        assert old in source
+        text = source.replace(old, new, 1).replace("../../../data", str(ROOT / "tests" / "data"))
+        (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
+        return str(json.loads(compiled(tmp_path / "spec.yaml")["spec.lock.json"])["block"]["structure"])
+
+    base = structure("above: 0.1", "above: 0.1")
+    assert structure("above: 0.1", "below: 0.3") == base
+    assert structure("[0.25, 0.5]", "[0.25, 0.5, 1, 2]") == base
+    assert structure("cosine: seen", "project: push") == base
+    assert structure("reduce: max", "reduce: last") == base
+    assert structure("zero: {heads: [0]}, when: loud", "zero: {heads: [0]}") != base
+    assert structure('loud: {at: "resid_post[1]"', 'loud: {at: "resid_post[0]"') != base
+
+
 def test_verify_refuses_a_block_that_is_not_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
