@@ -90,6 +90,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "vectors": list(p.read.vectors),
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
+                **({"store": p.read.store.to_json()} if p.read.store is not None else {}),
                 **_python(p.read.python, plan),
             }
             for name, p in reads.items()

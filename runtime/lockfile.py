@@ -28,6 +28,7 @@ from vtaps.runtime.program import (
 from vtaps.spec.arms import is_identity
 from vtaps.spec.rows import Rows
 from vtaps.spec.source import parse_op
+from vtaps.spec.store import Store
 
 MODES = ("taps", "eager")
 SITE_MODES = ("recorded", "break", "hook", "eager")
@@ -162,6 +163,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         step_rows=None if data.get("step_rows") is None else int(data["step_rows"]),
         requests=None if data.get("requests") is None else int(data["requests"]),
         python=_python(data["python"]) if kind == "python" else None,
+        store=Store.from_json(data.get("store") or {}),
     )
 
 

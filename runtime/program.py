@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
+from vtaps.spec.store import Store
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_vector
 
 Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
@@ -91,6 +92,7 @@ class ReadEntry:
     step_rows: int | None = None
     requests: int | None = None
     python: tuple[str, str, str | None] | None = None
+    store: Store = field(default_factory=Store)
 
 
 @dataclass(frozen=True)

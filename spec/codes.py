@@ -73,6 +73,7 @@ CODES: dict[str, Code] = {
     "VT322": Code("a Python function cannot be used"),
     "VT323": Code("a vector has no direction of its own"),
     "VT324": Code("the bounds do not fit"),
+    "VT345": Code("the rows of a read cannot be stored so"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

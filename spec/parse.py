@@ -28,6 +28,7 @@ from vtaps.spec.spec import (
     Spec,
     Vector,
 )
+from vtaps.spec.store import Store
 
 VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
 SCALED = ("add", "set", "project_out", "affine")
@@ -179,7 +180,10 @@ def _function(text: str) -> tuple[str, str]:
 
 
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
-    read = Read(name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"))
+    store = Store.from_json(data["store"]) if "store" in data else None
+    read = Read(
+        name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"), store=store
+    )
     if "mean_over" in data:
         return replace(read, kind="mean")
     if data.get("norm"):

@@ -31,6 +31,7 @@ from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
+from vtaps.spec.store import check_store
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
 from vtaps.spec.vector_use import check_vectors
@@ -285,6 +286,8 @@ def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> 
     before = len(found)
     sites = _sites(read.at, spec, context, found)
     ids: tuple[int, ...] | None = None
+    if read.store is not None:
+        found += check_store(read.store, read.kind, read.where, context.doc)
     if read.kind == "lens":
         stray = [s for s in sites if not (s.alias or "").startswith(("resid_", "embed"))]
         if stray:

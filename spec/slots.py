@@ -42,10 +42,16 @@ def allotted(needs: Mapping[str, tuple[int, int]], allowed: int | None) -> dict[
     return {name: HELD_STEPS * rows for name, (rows, _) in needs.items()}
 
 
-def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
+def row_bytes(kind: str, widths: Iterable[int], dtype: str, stored: str | None = None) -> int:
     """Bytes on the device of one row of a read at locations of these ``widths``.
 
     Rows, and those that a lens is taken of, are held in the model's ``dtype``.  Norms, dot products and means need the
-    unrounded stream, so their rows are held whole in float32.
+    unrounded stream, so their rows are held whole in float32, as are those that are ``stored`` in it.
     """
-    return sum(widths) * (ITEM_BYTES[dtype] if kind in ("rows", "lens") else 4)
+    return sum(widths) * (ITEM_BYTES[dtype] if in_model_dtype(kind, stored) else 4)
+
+
+def in_model_dtype(kind: str, stored: str | None) -> bool:
+    """Whether the slots of a read of ``kind``, whose rows are ``stored`` in some dtype, have the model's dtype; else
+    they are float32."""
+    return kind == "lens" or (kind == "rows" and stored != "float32")

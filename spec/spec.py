@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from vtaps.spec.document import NodePath
 from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.store import Store
 
 Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
 Sees = Literal["before_edits", "after_edits"]
@@ -107,6 +108,7 @@ class Read:
     top: int | None = None
     ids: tuple[int | str, ...] | None = None
     python: tuple[str, str] | None = None
+    store: Store | None = None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from vtaps.spec.rows import compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.serving import between_all_reduce_and_norm
 from vtaps.spec.sizes import human
-from vtaps.spec.slots import ITEM_BYTES
-from vtaps.spec.spec import Edit
+from vtaps.spec.spec import Edit, Read
+from vtaps.spec.store import Store
 from vtaps.spec.tree import Site
 
 EAGER_PRICE = (
@@ -42,7 +42,8 @@ def describe(plan: Plan) -> str:
         rows, size = read_size(plan, name, read)
         kept = _count(rows, "mean" if read.read.kind == "mean" else "row")
         bytes_ = "as wide as its function makes them" if size is None else human(size)
-        lines.append(f"  read      {name}: {read.read.kind} at {_places(plan, read.sites)}, up to {kept}, {bytes_}")
+        what = read.read.kind + _stored(read.read)
+        lines.append(f"  read      {name}: {what} at {_places(plan, read.sites)}, up to {kept}, {bytes_}")
     for name, override in plan.overrides.items():
         lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")
         lines += _prefill_hint(plan, name)
@@ -131,6 +132,13 @@ def _narrowed(edit: Edit) -> str:
     )
 
 
+def _stored(read: Read) -> str:
+    """`` as float16``: what rows are narrowed to."""
+    if read.store is None or read.store.dtype is None:
+        return ""
+    return f" as {read.store.dtype}" + (" with a scale a row" if read.store.scaled else "")
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
@@ -168,7 +176,7 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
     if read.read.kind == "mean":
         return requests * count, requests * width * 4
     each = {
-        "rows": width * ITEM_BYTES[plan.tree.dtype],
+        "rows": sum((read.read.store or Store()).row_bytes(s.width or 0, plan.tree.dtype) for s in read.sites),
         "norm": 4 * count,
         "project": 4 * len(read.read.vectors) * count,
         "lens": (8 * (read.read.top or len(read.ids or ())) + 4) * count,

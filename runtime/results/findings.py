@@ -190,8 +190,17 @@ def _worthless(
                 f"read {name}, {where} (request {request.key}): {count} row{'s' * (count != 1)} at {len(places)} "
                 f"site{'s' * (len(places) != 1)} {fault}, first at {site}, position {position}",
                 read.get("line"),
-                f"{read['python']['file']}:{read['python']['function']} gave them" if fault == NAN else None,
+                _note(read, fault),
             )
+
+
+def _note(read: Mapping[str, Any], fault: str) -> str | None:
+    if fault == NAN:
+        return f"{read['python']['file']}:{read['python']['function']} gave them"
+    store = read.get("store") or {}
+    if fault == "not finite" and store.get("dtype") == "float16" and "scale" not in store:
+        return "float16 holds numbers up to 65504: `scale: per_row`, bfloat16 and float32 hold larger ones"
+    return None
 
 
 def _faults_of(kind: str, rows: ReadRows, count: int) -> Iterator[tuple[str, Ints]]:
@@ -230,6 +239,8 @@ def _piece(values: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[np.bool_],
     flat = values.reshape(len(values), int(np.prod(values.shape[1:], dtype=np.int64)))
     if dtype == "bfloat16" and flat.dtype == np.uint16:
         return (flat & 0x7FFF == 0).all(axis=1), (flat & 0x7F80 != 0x7F80).all(axis=1)
+    if dtype == "float8_e4m3" and flat.dtype == np.uint8:
+        return (flat & 0x7F == 0).all(axis=1), (flat & 0x7F != 0x7F).all(axis=1)
     return (flat == 0).all(axis=1), np.isfinite(flat).all(axis=1)
 
 
