@@ -10,7 +10,7 @@ from typing import Any
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, LocationPlan, Plan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
 from vtaps.spec.vector_use import definition
@@ -34,6 +34,9 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
     # What no arm lists is in no location of the block, so its sites are not in the lock either.
     listed = {(s.kind, s.name) for p in plan.locations for s in p.statements}
     edits = {name: p for name, p in plan.edits.items() if ("edit", name) in listed}
+    patterns = {name: p for name, p in plan.reads.items() if p.attention and p.requests}
+    listed |= {("read", name) for name in patterns}
+    sites |= {s.name: LocationPlan(s, (), "computed") for p in patterns.values() for s in p.sites}
     reads = {name: p for name, p in plan.reads.items() if ("read", name) in listed}
     used = {
         n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
@@ -91,6 +94,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
                 **({"store": p.read.store.to_json()} if p.read.store is not None else {}),
+                **_attention(p),
                 **_python(p.read.python, plan),
             }
             for name, p in reads.items()
@@ -130,6 +134,16 @@ def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:
         return {}
     file, function = named
     return {"python": {"file": file, "function": function, "digest": plan.outside.get(file)}}
+
+
+def _attention(plan: ReadPlan) -> dict[str, Any]:
+    if not plan.attention:
+        return {}
+    pairs = zip(plan.sites, plan.attention, strict=True)
+    return {
+        "heads": list(plan.heads),
+        "attention": {s.name: {"module": a.module, "query": a.query.name, "key": a.key.name} for s, a in pairs},
+    }
 
 
 def _forwards(plan: Plan) -> dict[str, Any]:

@@ -96,6 +96,14 @@ class ReadEntry:
 
 
 @dataclass(frozen=True)
+class PatternEntry:
+    """Attention probabilities: site → (attention module, site of its queries, site of its keys)."""
+
+    sites: Mapping[str, tuple[str, str, str]]
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OverrideEntry:
     ids: tuple[int, ...]
 
@@ -173,6 +181,7 @@ class Program:
     mode: str = "eager"
     tap_memory: int | None = None
     forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
+    patterns: Mapping[str, PatternEntry] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
 

@@ -87,7 +87,7 @@ class Session:
         (and without it, everywhere) Python calls them.  Raises LockError, InstallError, BlockFault.
         """
         self.device = next(model.parameters()).device
-        self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
+        self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
         lens, probes = self._lens(self.program), self._probes(self.program)
         self.harvest = Harvest(self.program, self.device, lens, probes, self.boards.grow, self.spool)
@@ -130,7 +130,7 @@ class Session:
     def _lens(self, program: Program) -> Lens | None:
         if program.lens_norm is None:
             return None
-        found = self._modules.get(program.lens_norm)
+        found = self.modules.get(program.lens_norm)
         if found is None:
             raise LockError("lens", f"the model has no module {program.lens_norm}")
         return Lens(found, self._quietly(self._compute_logits))

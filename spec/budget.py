@@ -171,7 +171,7 @@ def slots_of(vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str)
     loads = {
         name: Load(p.requests, p.step_rows, HELD_STEPS * _row_bytes(p, dtype))
         for name, p in reads.items()
-        if p.requests and p.read.kind != "python"
+        if p.requests and p.read.kind not in ("python", "pattern")
     }
     return Slots(loads, *limits(vllm), chunked=vllm.get("enable_chunked_prefill") is not False)
 

@@ -74,6 +74,7 @@ CODES: dict[str, Code] = {
     "VT323": Code("a vector has no direction of its own"),
     "VT324": Code("the bounds do not fit"),
     "VT345": Code("the rows of a read cannot be stored so"),
+    "VT346": Code("the attention pattern cannot be used so"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -181,9 +181,11 @@ def _function(text: str) -> tuple[str, str]:
 
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
     store = Store.from_json(data["store"]) if "store" in data else None
+    heads = parse_ranges(data["heads"]) if "heads" in data else None
     read = Read(
-        name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"), store=store
-    )
+        name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"), store=store,
+        heads=heads,
+    )  # fmt: skip
     if "mean_over" in data:
         return replace(read, kind="mean")
     if data.get("norm"):

@@ -14,7 +14,7 @@ from vtaps.spec.spec import Arm, Edit, Metric, Override, Read, Spec
 from vtaps.spec.tree import Dimensions, Site
 
 EngineMode = Literal["taps", "eager"]
-SiteMode = Literal["recorded", "break", "hook", "eager"]
+SiteMode = Literal["recorded", "break", "hook", "eager", "computed"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,27 @@ class EditPlan:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """One layer's attention: its module, and the sites of the queries and keys that it multiplies."""
+
+    module: str
+    query: Site
+    key: Site
+
+
+@dataclass(frozen=True)
 class ReadPlan:
     """``ids`` are the token ids of a lens that asks for chosen ones; ``step_rows`` is the most rows that one request
-    selects in one step, ``requests`` how many of the run take the read (0 where no arm lists it)."""
+    selects in one step, ``requests`` how many of the run take the read (0 where no arm lists it); ``heads`` and, for
+    each site, ``attention`` are a pattern's."""
 
     read: Read
     sites: tuple[Site, ...]
     ids: tuple[int, ...] | None = None
     step_rows: int = 0
     requests: int = 0
+    heads: tuple[int, ...] = ()
+    attention: tuple[Attention, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from vtaps.spec.expand import written
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
+from vtaps.spec.pattern import arms_with_parts, is_pattern, plan_pattern, with_parts
 from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
@@ -77,7 +78,9 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
             outside[f"model:{name}"] = digest
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, doc, found)
-    locations = plan_locations(spec, edits, reads, arms, doc, found)
+    reads = with_parts(reads)
+    worked = arms_with_parts(arms, reads)
+    locations = plan_locations(spec, edits, reads, worked, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
@@ -89,8 +92,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     reads = {
         name: replace(
             p,
-            step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)),
-            requests=sum(one.n for one in readings(name, arms, prompts, overrides)),
+            step_rows=step_rows(p.read.tokens, readings(name, worked, prompts, overrides)),
+            requests=sum(one.n for one in readings(name, worked, prompts, overrides)),
         )
         for name, p in reads.items()
     }
@@ -284,8 +287,16 @@ def _picked(
 
 def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> ReadPlan | None:
     before = len(found)
+    if any(is_pattern(text) for text in spec.texts(read.at)):
+        plan = plan_pattern(read, spec, context.tree, context.doc, found)
+        if plan is not None and spec.engine.mode == "taps":
+            parts = tuple(s for a in plan.attention for s in (a.query, a.key))
+            found += _not_taps(parts, context, context.doc.at(*read.where, "at"))
+        return plan
     sites = _sites(read.at, spec, context, found)
     ids: tuple[int, ...] | None = None
+    if read.heads is not None:
+        found.append(Diagnostic("VT346", "`heads` is for a read of `pattern`", context.doc.key(*read.where, "heads")))
     if read.store is not None:
         found += check_store(read.store, read.kind, read.where, context.doc)
     if read.kind == "lens":

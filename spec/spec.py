@@ -15,7 +15,7 @@ from vtaps.spec.store import Store
 
 Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
 Sees = Literal["before_edits", "after_edits"]
-ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
+ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python", "pattern"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 PromptKind = Literal["text", "chat", "ids"]
 
@@ -96,7 +96,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Read:
-    """``python``: (file, function)."""
+    """``python``: (file, function); ``heads``: inclusive ranges of a pattern's heads, None for all."""
 
     name: str
     where: NodePath
@@ -109,6 +109,7 @@ class Read:
     ids: tuple[int | str, ...] | None = None
     python: tuple[str, str] | None = None
     store: Store | None = None
+    heads: tuple[Interval, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from vtaps.runtime.results.folder import RunFolder
 from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
+from vtaps.spec.pattern import part_of
 from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import match_texts
 
@@ -79,8 +80,8 @@ def with_lines(lock: dict[str, Any], plan: Plan, compiled: Compiled, line: Calla
     points.  Lines are not part of the lock on disk, so that a comment added to a spec changes nothing."""
     told = {**lock, "block": {**lock["block"], "lines": {}}}
     for section in ("edits", "reads", "overrides", "metrics"):
-        told[section] = {n: {**d, "line": line(section, n)} for n, d in lock[section].items()}
-    told["block"]["lines"] = {str(at): line(*where) for at, where in compiled.block.statements.items()}
+        told[section] = {n: {**d, "line": line(section, part_of(n))} for n, d in lock[section].items()}
+    told["block"]["lines"] = {str(at): line(s, part_of(n)) for at, (s, n) in compiled.block.statements.items()}
     return told
 
 

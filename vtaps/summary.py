@@ -5,6 +5,7 @@ from __future__ import annotations
 from vtaps.spec.budget import readings, slots_of, without_ids
 from vtaps.spec.expand import written
 from vtaps.spec.layers import collapsed
+from vtaps.spec.pattern import part_of
 from vtaps.spec.plan import Plan, ReadPlan
 from vtaps.spec.rows import compile_rows
 from vtaps.spec.selectors import facts_of
@@ -39,6 +40,8 @@ def describe(plan: Plan) -> str:
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}")
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
+        if part_of(name) != name:
+            continue
         rows, size = read_size(plan, name, read)
         kept = _count(rows, "mean" if read.read.kind == "mean" else "row")
         bytes_ = "as wide as its function makes them" if size is None else human(size)
@@ -166,12 +169,13 @@ def listed(sites: tuple[Site, ...]) -> str:
 def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
     """(rows, bytes) that a read keeps at most over the whole run, all its sites together; a mean keeps one a
     request.  None where the bytes are known only when its function has been called."""
-    rows = requests = 0
+    rows = requests = longest = 0
     for one in readings(name, plan.arms, plan.prompts, plan.overrides):
         own = compile_rows(without_ids(read.read.tokens), facts_of(one.prompt, [read.read.tokens], one.placed))
         last = len(one.prompt.ids) + one.max_tokens - 1
         rows += sum(max(0, min(b, last) - a) for a, b in own.intervals) * one.n
         requests += one.n
+        longest = max([longest, *(min(b, last) for a, b in own.intervals if a < last)])
     width, count = sum((s.width or 0) for s in read.sites), len(read.sites)
     if read.read.kind == "mean":
         return requests * count, requests * width * 4
@@ -179,6 +183,7 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
         "rows": sum((read.read.store or Store()).row_bytes(s.width or 0, plan.tree.dtype) for s in read.sites),
         "norm": 4 * count,
         "project": 4 * len(read.read.vectors) * count,
+        "pattern": 4 * (len(read.heads) * longest + 1) * count,
         "lens": (8 * (read.read.top or len(read.ids or ())) + 4) * count,
     }.get(read.read.kind)
     return rows * count, None if each is None else rows * each

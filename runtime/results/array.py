@@ -69,7 +69,7 @@ class ReadArray:
         sites = tuple(read["sites"])
         shards = {site: _shards(run.path, read["sites"][site]) for site in sites}
         fields = tuple(read["fields"])
-        preferred = ("rows", "mean", "norm", "project", "logits", "python")
+        preferred = ("rows", "mean", "norm", "project", "logits", "python", "pattern")
         field = next((f for f in preferred if f in fields), fields[0] if fields else "rows")
         return ReadArray(name, read["kind"], rows, sites, field, run, shards)
 
@@ -82,7 +82,8 @@ class ReadArray:
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of what is kept of a row: ``rows`` (and its ``scale``); ``mean``, ``count``; ``norm``; ``project``;
-        ``ids``, ``logits``, ``logsumexp``; ``python``."""
+        ``ids``, ``logits``, ``logsumexp``; ``python``;
+        ``pattern``, ``keys``."""
         return tuple(self._run.info["reads"][self.name]["fields"])
 
     @property

@@ -210,6 +210,13 @@ def _faults_of(kind: str, rows: ReadRows, count: int) -> Iterator[tuple[str, Int
     if kind == "python" and _all_nan(rows.values["python"][positions < count], rows.dtype):
         yield NAN, positions
         return
+    if kind == "pattern":
+        # What is past a row's keys is NaN, and nothing else may be.
+        values, keys = rows.values["pattern"], rows.values["keys"]
+        whole = np.isfinite(values).sum((1, 2)) == keys * values.shape[1]
+        if not whole.all():
+            yield "not finite", positions[~whole]
+        return
     for i, field in enumerate(f for f in FLOATS.get(kind, ()) if f in rows.values):
         zero, finite = _zero_and_finite(rows.values[field], rows.dtype)
         at = positions if len(positions) == len(zero) else positions[: len(zero)]

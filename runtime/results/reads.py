@@ -69,7 +69,7 @@ def _write_read(folder: Path, name: str, read: Mapping[str, Any], entries: Mappi
                     total += completion["reads"][name]["rows"]
                     for row in _coordinates(entry["request"], completion, name):
                         table.add(row)
-    layouts = _layouts(name, entries)
+    layouts = _layouts(name, entries, read["kind"] == "pattern")
     sites = list(read["sites"])
     store = Store.from_json(read.get("store") or {})
     sharded = store.shard_bytes is not None or store.shard_rows is not None
@@ -133,8 +133,26 @@ class ShapeError(ValueError):
 _Fields = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
-    """Site → field → (dtype, shape of a row).  Raises ShapeError where two requests disagree."""
+def _widest(one: _Fields, other: _Fields) -> _Fields:
+    """Each field as long in every axis as the longer of the two."""
+    return {
+        field: (dtype, tuple(max(pair) for pair in zip(shape, other[field][1], strict=True)))
+        for field, (dtype, shape) in one.items()
+    }
+
+
+def _padded(rows: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """``rows`` ``[n, …]`` with NaN behind what they hold, up to the ``shape`` of a row."""
+    if rows.shape[1:] == shape:
+        return rows
+    out = np.full((len(rows), *shape), np.nan, rows.dtype)
+    out[tuple(slice(size) for size in rows.shape)] = rows
+    return out
+
+
+def _layouts(name: str, entries: Mapping[Path, Entry], padded: bool) -> dict[str, _Fields]:
+    """Site → field → (dtype, shape of a row).  Raises ShapeError where two requests disagree, unless rows are
+    ``padded`` to the longest."""
     out: dict[str, _Fields] = {}
     for path, entry in entries.items():
         tensors = None
@@ -145,6 +163,9 @@ def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
                 _, tensors = read_header(path)
             for site, fields in completion["reads"][name]["sites"].items():
                 layout = {f: (dtype, tensors[t].shape[1:]) for f, (t, dtype) in fields.items()}
+                if padded and site in out:
+                    layout = _widest(layout, out[site])
+                    out[site] = layout
                 if out.setdefault(site, layout) != layout:
                     key = entry["request"]["key"]
                     held = f"request {key!r} holds {_told(layout)} a row, others {_told(out[site])}"
@@ -180,7 +201,7 @@ class _Shards:
                 self._writer = self._open()
             stop = min(count, done + self._most - at)
             for field, array in fields.items():
-                self._writer.write(field, at, array[done:stop])
+                self._writer.write(field, at, _padded(array[done:stop], self._fields[field][1]))
             done = stop
 
     def close(self) -> None:
