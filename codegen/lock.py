@@ -94,6 +94,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
                 **({"store": p.read.store.to_json()} if p.read.store is not None else {}),
+                **({"budget": p.read.budget} if p.read.budget is not None else {}),
                 **_attention(p),
                 **_python(p.read.python, plan),
             }

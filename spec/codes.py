@@ -75,6 +75,7 @@ CODES: dict[str, Code] = {
     "VT324": Code("the bounds do not fit"),
     "VT345": Code("the rows of a read cannot be stored so"),
     "VT346": Code("the attention pattern cannot be used so"),
+    "VT347": Code("a budget has no rows to count"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -184,7 +184,7 @@ def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
     heads = parse_ranges(data["heads"]) if "heads" in data else None
     read = Read(
         name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"), store=store,
-        heads=heads,
+        heads=heads, budget=data["budget"]["tokens"] if "budget" in data else None,
     )  # fmt: skip
     if "mean_over" in data:
         return replace(read, kind="mean")

@@ -32,7 +32,7 @@ from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
-from vtaps.spec.store import check_store
+from vtaps.spec.store import check_budget, check_store
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
 from vtaps.spec.vector_use import check_vectors
@@ -287,6 +287,8 @@ def _picked(
 
 def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> ReadPlan | None:
     before = len(found)
+    if read.budget is not None:
+        found += check_budget(read.kind, read.where, context.doc)
     if any(is_pattern(text) for text in spec.texts(read.at)):
         plan = plan_pattern(read, spec, context.tree, context.doc, found)
         if plan is not None and spec.engine.mode == "taps":

@@ -109,6 +109,7 @@ class Read:
     ids: tuple[int | str, ...] | None = None
     python: tuple[str, str] | None = None
     store: Store | None = None
+    budget: int | None = None
     heads: tuple[Interval, ...] | None = None
 
 

@@ -50,6 +50,14 @@ class Store:
         return Store(None if dtype == "auto" else dtype, data.get("scale") == "per_row", size, rows)
 
 
+def check_budget(kind: str, where: NodePath, doc: Document) -> list[Diagnostic]:
+    """VT347 where a budget has no rows to count."""
+    if kind != "mean":
+        return []
+    message = "`budget` counts the rows that are kept, and a mean keeps none"
+    return [Diagnostic("VT347", message, doc.key(*where, "budget"))]
+
+
 def check_store(store: Store, kind: str, where: NodePath, doc: Document) -> list[Diagnostic]:
     """VT345 where a read of this ``kind`` cannot be stored so."""
     at = (*where, "store")

@@ -46,6 +46,8 @@ def describe(plan: Plan) -> str:
         kept = _count(rows, "mean" if read.read.kind == "mean" else "row")
         bytes_ = "as wide as its function makes them" if size is None else human(size)
         what = read.read.kind + _stored(read.read)
+        if read.read.budget is not None:
+            bytes_ += f"; its arms end at {_count(read.read.budget, 'row')} of each location"
         lines.append(f"  read      {name}: {what} at {_places(plan, read.sites)}, up to {kept}, {bytes_}")
     for name, override in plan.overrides.items():
         lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")

@@ -11,6 +11,7 @@ def facts(module: nn.Module | None) -> dict[str, Any]:
     """``heads``, ``kv_heads``, ``head_size``, ``scale``, ``softcap`` and ``window`` (0 for none) of an attention layer;
     or ``refused``: why its probabilities are not known from its queries and keys."""
     from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
 
     if type(module) is not Attention:
         return {"refused": f"{type(module).__name__} is an attention of another kind"}
@@ -20,7 +21,7 @@ def facts(module: nn.Module | None) -> dict[str, Any]:
         return {"refused": "its attention has sinks"}
     if getattr(impl, "alibi_slopes", None) is not None:
         return {"refused": "its attention adds biases by position (ALiBi)"}
-    if str(module.attn_type) != "decoder":
+    if module.attn_type != AttentionType.DECODER:
         return {"refused": f"it is {module.attn_type} attention"}
     if not hasattr(impl, "scale"):
         return {"refused": f"{type(impl).__name__} does not say its scale"}

@@ -31,7 +31,13 @@ def by_hand(row: int, head: int, attention: Attention) -> list[float]:
 
 @pytest.mark.parametrize(
     "attention",
-    [PLAIN, replace(PLAIN, softcap=2.0), replace(PLAIN, window=4), replace(PLAIN, window=1), replace(PLAIN, kv_heads=2, window=12)],
+    [
+        PLAIN,
+        replace(PLAIN, softcap=2.0),
+        replace(PLAIN, window=4),
+        replace(PLAIN, window=1),
+        replace(PLAIN, kv_heads=2, window=12),
+    ],
 )
 def test_every_row_head_and_key(attention: Attention) -> None:
     positions = np.array([0, 3, 4, 11])
