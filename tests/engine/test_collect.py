@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import vtaps  # noqa: E402
-from tests.models import tiny  # noqa: E402
-from vtaps.check import check_file  # noqa: E402
-from vtaps.running import run_checked  # noqa: E402
+import vtaps
+from tests.models import tiny
+from vtaps.check import check_file
+from vtaps.running import run_checked
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +55,7 @@ def test_rows_of_a_budget_in_every_form(mode: str, dtype: str, tmp_path: Path) -
     stored["eighth"] = stored["eighth"].sel(site=list(run["whole"].sites))
     off = {name: abs(read.values - whole) for name, read in stored.items()}
     assert (off["eighth"] <= np.maximum(size / 16, largest / 458752) * 1.0001).all() and off["eighth"].max() > 0
-    assert (off["half"] <= size / 2048).all()
+    assert (off["half"] <= size / 2048 + 2.0**-25).all()
     # The sum of the pair, that `whole` has rounded to the model's dtype.
     assert (off["wide"] <= size / 256).all() and (off["wide"].max() > 0) is (dtype == "bfloat16")
     files = {name: len(list((tmp_path / f"run/reads/{name}").glob("resid_post.2*"))) for name in run.reads}
