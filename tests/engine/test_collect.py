@@ -57,7 +57,7 @@ def test_rows_of_a_budget_in_every_form(mode: str, dtype: str, tmp_path: Path) -
     assert (off["eighth"] <= np.maximum(size / 16, largest / 458752) * 1.0001).all() and off["eighth"].max() > 0
     assert (off["half"] <= size / 2048 + 2.0**-25).all()
     # The sum of the pair, that `whole` has rounded to the model's dtype.
-    assert (off["wide"] <= size / 256).all() and (off["wide"].max() > 0) is (dtype == "bfloat16")
+    assert (off["wide"] <= size / 256).all() and bool(off["wide"].max() > 0) == (dtype == "bfloat16")
     files = {name: len(list((tmp_path / f"run/reads/{name}").glob("resid_post.2*"))) for name in run.reads}
     assert files == {"whole": 1, "wide": 4, "half": 8, "eighth": 1}
     assert run.info["reads"]["eighth"]["fields"]["rows"]["dtype"] == "F8_E4M3"
