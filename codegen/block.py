@@ -58,7 +58,8 @@ def structure(plan: Plan) -> str:
                 done.append(["gate", gates.VERSION, plan.gates[s.name].gate.holds])
             else:
                 read = plan.reads[s.name].read
-                done.append([read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)])
+                said: list[Any] = [read.kind, reads.VERSION, read.top, len(read.ids or ()), len(read.vectors)]
+                done.append([*said, "float32"] if read.store and read.store.dtype == "float32" else said)
         at: list[Any] = [site.module, site.side, site.element, site.value, site.residual, site.columns, site.width]
         if site.alias is None:
             at.append(COPIED)

@@ -12,7 +12,7 @@ from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.behind import SAMPLES
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, GatePlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, GatePlan, LocationPlan, Plan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
 from vtaps.spec.spec import BAN, FeatureUse, Spec
@@ -38,6 +38,9 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
     listed = {(s.kind, s.name) for p in plan.locations for s in p.statements}
     gates = {name: p for name, p in plan.gates.items() if ("gate", name) in listed}
     edits = {name: p for name, p in plan.edits.items() if ("edit", name) in listed}
+    patterns = {name: p for name, p in plan.reads.items() if p.attention and p.requests}
+    listed |= {("read", name) for name in patterns}
+    sites |= {s.name: LocationPlan(s, (), "computed") for p in patterns.values() for s in p.sites}
     reads = {name: p for name, p in plan.reads.items() if ("read", name) in listed}
     used = {
         n for a in plan.arms.values() for p in a.points for e in p.edits if (n := e.vector) is not None
@@ -101,6 +104,9 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
                 **({} if p.read.sae is None else {"sae": spec.saes[p.read.sae].dir}),
+                **({"store": p.read.store.to_json()} if p.read.store is not None else {}),
+                **({"budget": p.read.budget} if p.read.budget is not None else {}),
+                **_attention(p),
                 **_python(p.read.python, plan),
             }
             for name, p in reads.items()
@@ -161,6 +167,16 @@ def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:
 def _feature(use: FeatureUse | None, spec: Spec) -> dict[str, Any]:
     """The folder of an edit's SAE and what is done to the feature, which each point names."""
     return {} if use is None else {"sae": {"dir": spec.saes[use.sae].dir, "does": use.does}}
+
+
+def _attention(plan: ReadPlan) -> dict[str, Any]:
+    if not plan.attention:
+        return {}
+    pairs = zip(plan.sites, plan.attention, strict=True)
+    return {
+        "heads": list(plan.heads),
+        "attention": {s.name: {"module": a.module, "query": a.query.name, "key": a.key.name} for s, a in pairs},
+    }
 
 
 def _forwards(plan: Plan) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
 from vtaps.runtime.sae import features_of
 from vtaps.spec.behind import SAMPLES
-from vtaps.spec.slots import GATHERED_BYTES, HELD_AS_THEY_ARE, slot_count
+from vtaps.spec.slots import GATHERED_BYTES, in_model_dtype, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP,
@@ -207,7 +207,7 @@ class Boards:
                     ring = rings[note.name]
                     memory, index = ring.place(name)
                     board.set_read(row, memory, index)
-                    code = KEEP if note.kind in HELD_AS_THEY_ARE else KEEP32
+                    code = KEEP if self._as_model(note.name) else KEEP32
                     statements.append(Statement(code, columns["read", note.name], row, False))
                 if not parts or isinstance(parts[-1], Note) or gated_in(note, parts[-1]):
                     parts.append([])
@@ -290,12 +290,16 @@ class Boards:
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
+    def _as_model(self, name: str) -> bool:
+        read = self.program.reads[name]
+        return in_model_dtype(read.kind, read.store.dtype)
+
     def _ring(self, name: str, sites: Sequence[str], sampled: bool) -> Ring:
         kind, key = self.program.reads[name].kind, ring_key(name, sampled)
         by_width: dict[int, list[str]] = {}
         for site in sites:
             by_width.setdefault(self.program.sites[site].width, []).append(site)
-        kept = self.dtype if kind in HELD_AS_THEY_ARE else torch.float32
+        kept = self.dtype if self._as_model(name) else torch.float32
         if sites == [SAMPLES]:
             kept = torch.int32
         if kind == "gate":

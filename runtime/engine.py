@@ -23,6 +23,7 @@ from vtaps.runtime.live import RequestKey
 from vtaps.runtime.lockfile import parse_program
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
+from vtaps.runtime.pattern import attended, with_patterns
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Completion, Finished, Record, Request
 from vtaps.runtime.spool import machine_memory
@@ -31,7 +32,7 @@ from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
 from vtaps.spec.engine_args import REFUSED
 from vtaps.spec.rows import OPEN
-from vtaps.spec.sizes import human
+from vtaps.spec.sizes import human, row_counts
 from vtaps.spec.slots import ITEM_BYTES
 
 Sampling = Callable[[Request], Mapping[str, Any]]
@@ -145,6 +146,7 @@ class Engine:
                 with splitting(any(site.mode == "break" for site in self.program.sites.values())):
                     self._frontend = _start(args, in_process=in_process, faults=self._faults)
             self.workers = self._handshake()
+            self._attention = attended(self.program.patterns, self.workers)
             self.proof = self._prove(tell) if self.program.mode == "taps" else {}
         except EngineError:
             self.close()
@@ -196,6 +198,7 @@ class Engine:
         for rank, answer in enumerate(self._call("vtaps_load", str(manifest))):
             if answer:
                 raise EngineError("VT607", f"worker {rank}: {answer}")
+        self._attention = attended(program.patterns, self._call("vtaps_handshake"))
         self.program = program
 
     def _write(self, lock: Mapping[str, Any], folder: Path, block: Path, path: Path) -> Path:
@@ -230,7 +233,7 @@ class Engine:
             if "error" in answer:
                 raise EngineError("VT608", f"worker {rank}: {answer['error']}")
         proof = answers[0]
-        shapes = "; ".join(f"{mode} at {_counted(rows)}" for mode, rows in proof["passes"].items())
+        shapes = "; ".join(f"{mode} at {row_counts(rows)}" for mode, rows in proof["passes"].items())
         tell(f"{proof['taps']} taps fire in every shape ({shapes or 'none inside the model'})")
         return proof
 
@@ -312,6 +315,7 @@ class Engine:
         records: dict[RequestKey, Record] = {}
         for answer in self._call("vtaps_collect", wanted, os.getpid(), self._folders.held):
             records.update(self._guard(partial(self._folders.records, answer)))
+        records = {k: with_patterns(r, self.program.patterns, self._attention) for k, r in records.items()}
         return [
             Finished(
                 request,
@@ -356,10 +360,6 @@ class Engine:
                 frontend.call("vtaps_close")
             frontend.close()
         self._folders.close()
-
-
-def _counted(rows: list[int]) -> str:
-    return f"{rows[0]} rows" if len(rows) == 1 else f"{len(rows)} sizes, {min(rows)} … {max(rows)} rows"
 
 
 def _known_vllm() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from vtaps.runtime.fills import Fill, MetricFill
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.marks import Marks
+from vtaps.runtime.narrow import narrowed
 from vtaps.runtime.probes import Probe, applied
 from vtaps.runtime.program import Program
 from vtaps.runtime.rings import Ring, Taken, neighbours, sorter
@@ -41,9 +42,7 @@ PIECE_BYTES = 32 << 20
 ON_WAY_BYTES = 1 << 30
 """What has left the device and is not sorted yet, at most: where the rows go to a disk that is slower, steps wait."""
 GATHERED_METRICS = 256
-FIELD_OF = {
-    "rows": "rows", "norm": "norm", "project": "project", "probe": "probe", "python": "python", "gate": "gate",
-}  # fmt: skip
+FIELD_OF = {"norm": "norm", "project": "project", "probe": "probe", "python": "python", "gate": "gate"}
 
 
 @dataclass
@@ -262,10 +261,9 @@ class Harvest:
             for first in range(start, stop, step):
                 last = min(stop, first + step)
                 with self._aside(after):
-                    value = self._reduced(ring, sites, memory[first:last])
-                dtype = str(value.dtype).removeprefix("torch.")
-                deliver = sorter(ring, sites, [FIELD_OF[ring.kind]], run, first, dtype, self.spool)
-                self._send([value], deliver, after, run[0].step)
+                    values, dtype = self._reduced(ring, sites, memory[first:last])
+                deliver = sorter(ring, sites, list(values), run, first, dtype, self.spool)
+                self._send(list(values.values()), deliver, after, run[0].step)
         if self._stream is not None:
             event = self._stream.record_event()
             self._leaving.append((ring, run[0].start, run[-1].stop, event))
@@ -279,13 +277,17 @@ class Harvest:
         found = self.lens.read(rows.flatten(0, 1), top=entry.top, ids=entry.ids, unembedded=ring.sampled)
         return {n: v.unflatten(0, rows.shape[:2]) for n, v in found.items()}
 
-    def _reduced(self, ring: Ring, sites: Sequence[str], rows: Tensor) -> Tensor:
-        """``rows`` ``[n, sites, width]`` → what the read keeps of each, ``[n, sites, …]``."""
+    def _reduced(self, ring: Ring, sites: Sequence[str], rows: Tensor) -> tuple[dict[str, Tensor], str]:
+        """``rows`` ``[n, sites, width]`` → fields of what the read keeps of each, ``[n, sites, …]``, and the dtype of
+        the first of them."""
+        if ring.kind == "rows":
+            return narrowed(rows, self.program.reads[ring.read].store)
+        value = rows
         if ring.kind == "norm":
-            return torch.linalg.vector_norm(rows, dim=-1)
-        if ring.kind in ("project", "probe"):
-            return applied(rows, [self._probes[ring.read][s] for s in sites])
-        return rows
+            value = torch.linalg.vector_norm(rows, dim=-1)
+        elif ring.kind in ("project", "probe"):
+            value = applied(rows, [self._probes[ring.read][s] for s in sites])
+        return {FIELD_OF[ring.kind]: value}, str(value.dtype).removeprefix("torch.")
 
     def _send_sums(self, sites: tuple[str, ...], memory: Tensor, run: Sequence[Taken], after: Any) -> None:
         """A request's prompt rows are summed at once; each generated row stays alone until it is known to count."""

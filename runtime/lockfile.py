@@ -21,6 +21,7 @@ from vtaps.runtime.program import (
     LockError,
     MetricEntry,
     OverrideEntry,
+    PatternEntry,
     Point,
     PointEdit,
     Program,
@@ -28,8 +29,10 @@ from vtaps.runtime.program import (
     SiteEntry,
 )
 from vtaps.spec.arms import is_identity
+from vtaps.spec.pattern import KEYS, QUERIES
 from vtaps.spec.rows import Rows
 from vtaps.spec.source import parse_op
+from vtaps.spec.store import Store
 
 MODES = ("taps", "eager")
 DOES = ("to", "by")
@@ -57,6 +60,7 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
     mode = (lock.get("engine") or {}).get("mode", "eager")
     if mode not in MODES:
         raise LockError("engine", f"mode {mode!r} is not one of {', '.join(MODES)}")
+    lock, patterns = _without_patterns(lock)
     acting = [*(lock.get("edits") or {}).values(), *(lock.get("reads") or {}).values()]
     python = {s for one in acting if "python" in (one.get("verb"), one.get("kind")) for s in one.get("sites") or ()}
     sites = _each(lock, "sites", lambda name, data: _site(name, data, mode, name in python))
@@ -89,9 +93,31 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         forwards=_each(lock, "forwards", _forward),
         outside=dict(lock.get("outside") or {}),
         gates=gates,
+        patterns=patterns,
     )
     _check_names(program)
     return program
+
+
+def _without_patterns(lock: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, PatternEntry]]:
+    """The lock with the reads of queries and keys that patterns are made of in the patterns' place."""
+    reads = lock.get("reads") or {}
+    made = {name: data for name, data in reads.items() if data.get("kind") == "pattern"}
+    patterns = _each({"reads": made}, "reads", _pattern)
+    if not patterns:
+        return lock, {}
+    sites = {name: data for name, data in lock["sites"].items() if data.get("mode") != "computed"}
+    arms = {}
+    for name, arm in lock["arms"].items():
+        listed = [n for r in arm.get("reads") or () for n in ((r + QUERIES, r + KEYS) if r in patterns else (r,))]
+        arms[name] = {**arm, "reads": listed}
+    kept = {name: data for name, data in reads.items() if name not in patterns}
+    return {**lock, "sites": sites, "reads": kept, "arms": arms}, patterns
+
+
+def _pattern(name: str, data: Mapping[str, Any]) -> PatternEntry:
+    sites = {site: (str(a["module"]), str(a["query"]), str(a["key"])) for site, a in data["attention"].items()}
+    return PatternEntry(sites, tuple(int(h) for h in data["heads"]))
 
 
 def _each(lock: Mapping[str, Any], section: str, parse: Callable[[str, Any], T]) -> dict[str, T]:
@@ -190,6 +216,7 @@ def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
         requests=None if data.get("requests") is None else int(data["requests"]),
         python=_python(data["python"]) if kind == "python" else None,
         sae=str(data["sae"]) if kind == "features" else None,
+        store=Store.from_json(data.get("store") or {}),
     )
 
 

@@ -66,7 +66,7 @@ def _needs(program: Program, limits: Limits, dtype: str) -> dict[str, tuple[int,
             most = limits.requests if sampled else limits.step_rows
             alive = limits.requests if read.requests is None else min(limits.requests, read.requests)
             rows = max(1, most if read.step_rows is None else slot_rows(read.step_rows, alive, most))
-            size = row_bytes(read.kind, (program.sites[s].width for s in sites), dtype)
+            size = row_bytes(read.kind, (program.sites[s].width for s in sites), dtype, read.store.dtype)
             out[ring_key(name, sampled)] = (rows, size)
     return out
 

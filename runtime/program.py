@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.saes import Sae, files_of, folder_at, open_sae
+from vtaps.spec.store import Store
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_probe, read_vector
 
 Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python", "gate"]
@@ -109,6 +110,15 @@ class ReadEntry:
     requests: int | None = None
     python: tuple[str, str, str | None] | None = None
     sae: str | None = None
+    store: Store = field(default_factory=Store)
+
+
+@dataclass(frozen=True)
+class PatternEntry:
+    """Attention probabilities: site → (attention module, site of its queries, site of its keys)."""
+
+    sites: Mapping[str, tuple[str, str, str]]
+    heads: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,7 @@ class Program:
     forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, GateEntry] = field(default_factory=dict)
+    patterns: Mapping[str, PatternEntry] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     saes: dict[str, Sae] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)

@@ -92,7 +92,7 @@ class Session:
         (and without it, everywhere) Python calls them.  Raises LockError, InstallError, BlockFault.
         """
         self.device = next(model.parameters()).device
-        self._modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
+        self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
         self.harvest = self._harvest(self.program)
         self.at = [
@@ -145,7 +145,7 @@ class Session:
     def _lens(self, program: Program) -> Lens:
         if program.lens_norm is None:
             return Lens(None, self._quietly(self._compute_logits))
-        found = self._modules.get(program.lens_norm)
+        found = self.modules.get(program.lens_norm)
         if found is None:
             raise LockError("lens", f"the model has no module {program.lens_norm}")
         return Lens(found, self._quietly(self._compute_logits))

@@ -18,7 +18,9 @@ Part = Literal["q", "k", "v"]
 class Rule:
     """``residual``: the place holds one half of the stream, the other half is this output index or parameter.
     ``part``: these columns of a fused projection. ``heads``: which head count divides the width.
-    ``rather``: an op among ``same``; where it is computed, the other ops of its forward there are other tensors."""
+    ``rather``: an op among ``same``; where it is computed, the other ops of its forward there are other tensors.
+    ``runs_in``: in some families the module is called by this one, out of sight of the tree, and puts out one column a
+    row of its weight."""
 
     at: str
     residual: int | str | None = None
@@ -26,6 +28,7 @@ class Rule:
     heads: Heads | None = None
     same: tuple[str, ...] = ()
     rather: str | None = None
+    runs_in: str | None = None
 
     @property
     def layered(self) -> bool:
@@ -117,6 +120,26 @@ _MISTRAL = replace(
     },
 )
 
+
+def _moe(block: str) -> Table:
+    """Llama's layers with a mixture of experts at ``block``, or an MLP in some of them.  The experts' hidden
+    activations are rows of no token's own."""
+    at = f"{_L}.{block}"
+    rules = {alias: rule for alias, rule in _LLAMA.rules.items() if alias != "mlp_post"}
+    return replace(
+        _LLAMA,
+        rules=rules
+        | {
+            "ln2": Rule(
+                f"{_L}.post_attention_layernorm.output",
+                same=(f"{at}.input.hidden_states", f"{at}.input.x", f"{at}.gate_up_proj.input.input_"),
+            ),
+            "mlp_out": Rule(f"{at}.output", same=(f"{at}.down_proj.output",)),
+            "router_logits": Rule(f"{at}.gate.output", runs_in=f"{at}.experts"),
+        },
+    )
+
+
 # The first Gemma scales the embedding before the first layer.
 _SCALED = replace(
     _LLAMA,
@@ -204,6 +227,10 @@ TABLES: dict[str, Table] = {
     "Ernie4_5ForCausalLM": _LLAMA,
     "GemmaForCausalLM": _SCALED,
     "Phi3ForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _moe("block_sparse_moe"),
+    "OlmoeForCausalLM": _moe("mlp"),
+    "Qwen2MoeForCausalLM": _moe("mlp"),
+    "Qwen3MoeForCausalLM": _moe("mlp"),
 }
 
 ALIASES = (
@@ -222,9 +249,7 @@ ALIASES = (
     "rot_k",
     "z",
     "mlp_post",
+    "router_logits",
     "final_norm",
 )
 """Every alias of this version, whichever architectures have it."""
-
-NOT_YET = ("pattern", "router_logits")
-"""Names of the field that this version does not serve."""

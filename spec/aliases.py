@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from vtaps.spec.alias_tables import ALIASES as ALIASES
 from vtaps.spec.alias_tables import TABLES, Rule, Table
-from vtaps.spec.tree import ModelTree, Site, Value
+from vtaps.spec.tree import ROWS, ModelTree, Module, Site, Value
 
 
 class NotInTree(LookupError):
@@ -62,6 +63,8 @@ def site(tree: ModelTree, alias: str, layer: int | None) -> Site:
     module, side, element = split(rule.at.format(i=layer))
     value: Value | None
     known = tree.modules.get(module)
+    if known is not None and known.enter is None and rule.runs_in is not None:
+        known = _unseen(tree, known, rule.runs_in.format(i=layer))
     if known is None or (known.enter is None and not tree.unvalued):
         raise NotInTree(f"{tree.architecture} here has no {module} that is called")
     if side == "input":
@@ -72,6 +75,8 @@ def site(tree: ModelTree, alias: str, layer: int | None) -> Site:
             element, value = 0, value.items[0]
     if value is None or value.kind != "tensor" or not value.shape or not isinstance(value.shape[-1], int):
         raise NotInTree(f"{rule.at.format(i=layer)} is no tensor of rows here")
+    if value.dtype != tree.dtype:
+        raise NotInTree(f"{rule.at.format(i=layer)} is {value.dtype}, and the model's rows are {tree.dtype}")
     columns = _columns(tree, rule, value.shape[-1])
     width = columns[1] - columns[0] if columns else value.shape[-1]
     return Site(
@@ -88,6 +93,18 @@ def site(tree: ModelTree, alias: str, layer: int | None) -> Site:
         width=width,
         heads=getattr(tree.dimensions, rule.heads) if rule.heads else None,
         hf_index=_hf_index(tree, table, alias, layer),
+    )
+
+
+def _unseen(tree: ModelTree, module: Module, outer: str) -> Module:
+    """``module`` as the module ``outer`` calls it where the abstract pass does not see it: vLLM hands the router's gate
+    to the experts' runner in some families, which calls it in a custom op."""
+    runner, weight = tree.modules.get(outer), dict(module.parameters).get("weight")
+    if runner is None or runner.enter is None or weight is None or f"{outer}.gate" not in tree.modules:
+        return module
+    rows = Value("tensor", tree.dtype, (ROWS, weight[0]))
+    return replace(
+        module, output=Value("tuple", items=(rows, Value("none"))), enter=runner.enter, leave=runner.enter, calls=1
     )
 
 

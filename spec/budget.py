@@ -175,11 +175,16 @@ def _count(vllm: Mapping[str, Any], name: str) -> int | None:
 def slots_of(vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str) -> Slots:
     """The slots of the reads that some arm lists; what a function gives is known when it has given it."""
     loads = {
-        name: Load(p.requests, p.step_rows, HELD_STEPS * row_bytes(p.read.kind, (s.width or 0 for s in p.sites), dtype))
+        name: Load(p.requests, p.step_rows, HELD_STEPS * _row_bytes(p, dtype))
         for name, p in reads.items()
-        if p.requests and p.read.kind != "python"
+        if p.requests and p.read.kind not in ("python", "pattern")
     }
     return Slots(loads, *limits(vllm), chunked=vllm.get("enable_chunked_prefill") is not False)
+
+
+def _row_bytes(plan: ReadPlan, dtype: str) -> int:
+    stored = None if plan.read.store is None else plan.read.store.dtype
+    return row_bytes(plan.read.kind, (s.width or 0 for s in plan.sites), dtype, stored)
 
 
 def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic], mode: EngineMode = "taps") -> None:

@@ -86,6 +86,9 @@ CODES: dict[str, Code] = {
     "VT341": Code("a ban outside the logits"),
     "VT342": Code("the sampled tokens are read as they are"),
     "VT343": Code("a banned token could be sampled"),
+    "VT345": Code("the rows of a read cannot be stored so"),
+    "VT346": Code("the attention pattern cannot be used so"),
+    "VT347": Code("a budget has no rows to count"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -221,6 +221,12 @@ def read_of(read: Read) -> dict[str, Any]:
         out["lens"] = _Flow({"top": read.top} if read.top is not None else {"ids": list(read.ids or ())})
     elif read.python is not None:
         out["python"] = ":".join(read.python)
+    if read.budget is not None:
+        out["budget"] = _Flow({"tokens": read.budget})
+    if read.heads is not None:
+        out["heads"] = written(read.heads)
+    if read.store is not None:
+        out["store"] = _Flow(read.store.to_json())
     return out
 
 

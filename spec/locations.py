@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vtaps.spec import aliases
-from vtaps.spec.alias_tables import ALIASES, NOT_YET, TABLES
+from vtaps.spec.alias_tables import ALIASES, TABLES
 from vtaps.spec.behind import BEHIND, behind
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.everywhere import EVERYWHERE, everywhere
-from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, parse_layers
+from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, collapsed, parse_layers
 from vtaps.spec.op_grammar import OpPlace, parse_op_place
 from vtaps.spec.op_places import resolve_op
 from vtaps.spec.places import Refused, resolve_place
@@ -221,6 +221,8 @@ def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
     if name in BEHIND:
         return [_behind(tree, location)]
     served = aliases.names(tree)
+    if name == "pattern":
+        raise Trouble("VT346", "`pattern` can be read, not edited, and not by a read that has other locations")
     if name not in served:
         raise _unknown_alias(tree, name, served)
     takes = aliases.layered(tree, name)
@@ -231,10 +233,19 @@ def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
     chosen: tuple[int | None, ...] = (None,)
     if location.layers is not None:
         chosen = _select(location.layers, aliases.layer_count(tree), f"`{name}`")
-    try:
-        return [aliases.site(tree, name, layer) for layer in chosen]
-    except aliases.NotInTree as fault:
-        raise Trouble("VT202", str(fault)) from None
+    every = location.layers is not None and not location.layers.explicit
+    found: list[Site] = []
+    missing: list[aliases.NotInTree] = []
+    for layer in chosen:
+        try:
+            found.append(aliases.site(tree, name, layer))
+        except aliases.NotInTree as fault:
+            missing.append(fault)
+    # `*` is every layer that has the place: in some models a few layers have an MLP, the others experts.
+    if missing and not (every and found):
+        there = (aliases.site_or_none(tree, name, n) for n in range(aliases.layer_count(tree)) if takes)
+        raise Trouble("VT202", str(missing[0]), [collapsed(s.name for s in there if s is not None)] if takes else ())
+    return found
 
 
 def _behind(tree: ModelTree, location: AliasLocation) -> Site:
@@ -258,9 +269,7 @@ def _unknown_alias(tree: ModelTree, name: str, served: tuple[str, ...]) -> Troub
     if name in tree.modules:
         return Trouble("VT201", f"`{name}` is a module; say `{name}.output` or `{name}.input`")
     note = None
-    if name in NOT_YET:
-        note = f"`{name}` is not served by this version"
-    elif name in ALIASES:
+    if name in ALIASES:
         note = f"{tree.architecture} has no such place"
     elif not served:
         note = f"{tree.architecture} has no alias table: use module paths, `vtaps tree MODEL` lists them"

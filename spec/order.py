@@ -28,7 +28,7 @@ def plan_locations(
             sites[site.name] = site
             at.setdefault(site.name, ([], []))[0].append(name)
     for name in sorted(listed_reads):
-        for site in reads[name].sites:
+        for site in reads[name].sites if not reads[name].attention else ():
             sites[site.name] = site
             at.setdefault(site.name, ([], []))[1].append(name)
     looking: dict[str, list[str]] = {}

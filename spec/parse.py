@@ -33,6 +33,7 @@ from vtaps.spec.spec import (
     Spec,
     Vector,
 )
+from vtaps.spec.store import Store
 
 VERBS = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python")
 SCALED = ("add", "set", "project_out", "affine")
@@ -212,7 +213,12 @@ def _function(text: str) -> tuple[str, str]:
 
 
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
-    read = Read(name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"))
+    store = Store.from_json(data["store"]) if "store" in data else None
+    heads = parse_ranges(data["heads"]) if "heads" in data else None
+    read = Read(
+        name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"), store=store,
+        heads=heads, budget=data["budget"]["tokens"] if "budget" in data else None,
+    )  # fmt: skip
     if "mean_over" in data:
         return replace(read, kind="mean")
     if data.get("norm"):

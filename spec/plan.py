@@ -14,7 +14,7 @@ from vtaps.spec.spec import Arm, Edit, Gate, Metric, Override, Read, Spec
 from vtaps.spec.tree import Dimensions, Site
 
 EngineMode = Literal["taps", "eager"]
-SiteMode = Literal["recorded", "break", "hook", "eager"]
+SiteMode = Literal["recorded", "break", "hook", "eager", "computed"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,20 @@ class EditPlan:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """One layer's attention: its module, and the sites of the queries and keys that it multiplies."""
+
+    module: str
+    query: Site
+    key: Site
+
+
+@dataclass(frozen=True)
 class ReadPlan:
     """``ids`` are the token ids of a lens that asks for chosen ones, or the features of ``features``; ``step_rows`` is
     the most rows that one request selects in one step, ``requests`` how many of the run take the read (0 where no arm
-    lists it); ``classes``: the numbers that ``probe`` gives of a row."""
+    lists it); ``classes``: the numbers that ``probe`` gives of a row; ``heads`` and, for each site, ``attention`` are a
+    pattern's."""
 
     read: Read
     sites: tuple[Site, ...]
@@ -39,6 +49,8 @@ class ReadPlan:
     step_rows: int = 0
     requests: int = 0
     classes: int = 1
+    heads: tuple[int, ...] = ()
+    attention: tuple[Attention, ...] = ()
 
 
 @dataclass(frozen=True)

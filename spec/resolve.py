@@ -26,6 +26,7 @@ from vtaps.spec.gates import check_gated, loads, plan_gate
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
+from vtaps.spec.pattern import arms_with_parts, is_pattern, plan_pattern, with_parts
 from vtaps.spec.plan import EditPlan, GatePlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
@@ -34,6 +35,7 @@ from vtaps.spec.sae_use import check_saes
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
 from vtaps.spec.spec import At, Edit, Gate, Metric, Read, Spec
+from vtaps.spec.store import check_budget, check_store
 from vtaps.spec.token_ids import token_id
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
@@ -88,7 +90,9 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     arms = plan_arms(spec, edits, overrides, doc, found)
     logits.check_bans(edits, arms, doc, found)
     check_gated(spec, edits, gates, arms, prompts, overrides, doc, found)
-    locations = plan_locations(spec, edits, reads, arms, gates, doc, found)
+    reads = with_parts(reads)
+    worked = arms_with_parts(arms, reads)
+    locations = plan_locations(spec, edits, reads, worked, gates, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
@@ -100,8 +104,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     reads = {
         name: replace(
             p,
-            step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)),
-            requests=sum(one.n for one in readings(name, arms, prompts, overrides)),
+            step_rows=step_rows(p.read.tokens, readings(name, worked, prompts, overrides)),
+            requests=sum(one.n for one in readings(name, worked, prompts, overrides)),
             classes=classes_of(p, spec, doc),
         )
         for name, p in reads.items()
@@ -314,12 +318,24 @@ def _picked(
 
 def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> ReadPlan | None:
     before = len(found)
+    if read.budget is not None:
+        found += check_budget(read.kind, read.where, context.doc)
+    if any(is_pattern(text) for text in spec.texts(read.at)):
+        plan = plan_pattern(read, spec, context.tree, context.doc, found)
+        if plan is not None and spec.engine.mode == "taps":
+            parts = tuple(s for a in plan.attention for s in (a.query, a.key))
+            found += _not_taps(parts, context, context.doc.at(*read.where, "at"))
+        return plan
     sites = _sites(read.at, spec, context, found)
     found += logits.check_rows(read, sites, context.doc)
     found += logits.check_read(read, sites, context.doc)
     ids: tuple[int, ...] | None = None
     if read.kind == "features" and read.ids is not None:
         ids = tuple(int(i) for i in read.ids)
+    if read.heads is not None:
+        found.append(Diagnostic("VT346", "`heads` is for a read of `pattern`", context.doc.key(*read.where, "heads")))
+    if read.store is not None:
+        found += check_store(read.store, read.kind, read.where, context.doc)
     if read.kind == "lens":
         stray = [s for s in sites if not (s.alias or "").startswith(("resid_", "embed")) and s.name != LOGITS]
         if stray:

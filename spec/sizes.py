@@ -34,3 +34,8 @@ def human(size: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def row_counts(rows: list[int]) -> str:
+    """``8 rows``, or ``3 sizes, 1 … 64 rows``."""
+    return f"{rows[0]} rows" if len(rows) == 1 else f"{len(rows)} sizes, {min(rows)} … {max(rows)} rows"

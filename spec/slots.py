@@ -14,8 +14,6 @@ GATHERED_STEPS = 64
 GATHERED_BYTES = 64 << 20
 """Where a step selects little, slots are there for up to this many steps and bytes: rows then leave many together."""
 
-HELD_AS_THEY_ARE = ("rows", "lens", "features")
-"""Kinds of reads whose slots are in the model's dtype; the others are in float32."""
 GATE_BYTES = 12
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -46,12 +44,19 @@ def allotted(needs: Mapping[str, tuple[int, int]], allowed: int | None) -> dict[
     return {name: HELD_STEPS * rows for name, (rows, _) in needs.items()}
 
 
-def row_bytes(kind: str, widths: Iterable[int], dtype: str) -> int:
+def row_bytes(kind: str, widths: Iterable[int], dtype: str, stored: str | None = None) -> int:
     """Bytes on the device of one row of a read at locations of these ``widths``.
 
-    Rows, and those that a lens or an SAE is taken of, are held in the model's ``dtype``.  Norms, dot products
-    and means need the unrounded stream, so their rows are held whole in float32.  A gate keeps three float32 numbers.
+    Rows, and those that a lens or an SAE is taken of, are held in the model's ``dtype``.  Norms, dot products and means
+    need the unrounded stream, so their rows are held whole in float32, as are those that are ``stored`` in it.  A gate
+    keeps three float32 numbers.
     """
     if kind == "gate":
         return GATE_BYTES
-    return sum(widths) * (ITEM_BYTES[dtype] if kind in HELD_AS_THEY_ARE else 4)
+    return sum(widths) * (ITEM_BYTES[dtype] if in_model_dtype(kind, stored) else 4)
+
+
+def in_model_dtype(kind: str, stored: str | None) -> bool:
+    """Whether the slots of a read of ``kind``, whose rows are ``stored`` in some dtype, have the model's dtype; else
+    they are float32."""
+    return kind in ("lens", "features") or (kind == "rows" and stored != "float32")

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from vtaps.spec.document import NodePath
 from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.store import Store
 
 Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python"]
 Sees = Literal["before_edits", "after_edits"]
-ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
+ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python", "pattern"]
 MetricKind = Literal["logprob", "logit_diff", "rank"]
 PromptKind = Literal["text", "chat", "ids"]
 
@@ -164,7 +165,8 @@ class Gate:
 @dataclass(frozen=True)
 class Read:
     """``vectors`` are those of ``project``, or weight and bias of ``probe``; ``top`` and ``ids`` are tokens of
-    ``lens``, features of ``features``; ``python``: (file, function)."""
+    ``lens``, features of ``features``; ``python``: (file, function); ``heads``: inclusive ranges of a pattern's heads,
+    None for all."""
 
     name: str
     where: NodePath
@@ -177,6 +179,9 @@ class Read:
     ids: tuple[int | str, ...] | None = None
     python: tuple[str, str] | None = None
     sae: str | None = None
+    store: Store | None = None
+    budget: int | None = None
+    heads: tuple[Interval, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from vtaps.check import CheckResult
 from vtaps.codegen import lock as locks
 from vtaps.codegen.drift import drift
 from vtaps.compiling import Compiled, compile_plan
+from vtaps.runtime.budgets import Budgets
 from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.results.folder import RunFolder
 from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
+from vtaps.spec.pattern import part_of
 from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import gates_of, match_texts
 
@@ -33,12 +35,14 @@ class Watch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``path`` is None where nothing was run; ``findings`` hold what was wrong."""
+    """``path`` is None where nothing was run; ``findings`` hold what was wrong; ``not_run`` requests were not started
+    because a read's budget was kept."""
 
     path: Path | None
     findings: list[Diagnostic]
     resumed: int = 0
     served: int = 0
+    not_run: int = 0
 
     @property
     def ok(self) -> bool:
@@ -80,8 +84,8 @@ def with_lines(lock: dict[str, Any], plan: Plan, compiled: Compiled, line: Calla
     points.  Lines are not part of the lock on disk, so that a comment added to a spec changes nothing."""
     told = {**lock, "block": {**lock["block"], "lines": {}}}
     for section in ("edits", "reads", "overrides", "metrics", *(["gates"] if "gates" in lock else [])):
-        told[section] = {n: {**d, "line": line(section, n)} for n, d in lock[section].items()}
-    told["block"]["lines"] = {str(at): line(*where) for at, where in compiled.block.statements.items()}
+        told[section] = {n: {**d, "line": line(section, part_of(n))} for n, d in lock[section].items()}
+    told["block"]["lines"] = {str(at): line(s, part_of(n)) for at, (s, n) in compiled.block.statements.items()}
     return told
 
 
@@ -140,13 +144,20 @@ def _serve(
     found: list[Diagnostic] = []
     report: Mapping[str, Any] = {"mode": plan.mode, "requests": 0}
 
+    budgets = Budgets(lock, folder.kept)
+
     def refused(error: RequestError) -> None:
         failed[error.key] = error.message
+        budgets.failed(error.key)
 
     def sampling_of(request: Request) -> Mapping[str, Any]:
         return plan.arms[request.arm].sampling
 
-    if waiting:
+    def left() -> list[Request]:
+        """Requests that are still wanted; those on their way may bring fewer rows than they should, by failing."""
+        return [r for r in waiting if r.key not in folder.done and r.key not in failed and not budgets.covered(r)]
+
+    if left():
         try:
             with TemporaryDirectory(prefix="vtaps-") as scratch:
                 block = Path(scratch) / locks.names(result.doc.file)[0]
@@ -155,9 +166,11 @@ def _serve(
                     lock, result.doc.folder, block, Path(scratch), watch.tell, in_process=in_process, spool=folder.spool
                 ) as engine:
                     report = {**engine.report, "requests": len(waiting)}
-                    for finished in engine.run(waiting, sampling_of, refused):
-                        found += [d for d in folder.add(finished) if d.code != "VT604"]
-                        watch.step(finished)
+                    while wanted := left():
+                        for finished in engine.run(budgets.start(wanted), sampling_of, refused):
+                            found += [d for d in folder.add(finished) if d.code != "VT604"]
+                            budgets.done(finished.request, folder.kept)
+                            watch.step(finished)
         except EngineError as error:
             where = _definition(error.message, result.doc)
             return Outcome(None, [*found, Diagnostic(error.code, error.message, where)], resumed)
@@ -167,7 +180,8 @@ def _serve(
     tokens = result.tokens
     watch.tell("writing results")
     try:
-        findings = folder.finish(report, failed=failed, token_text=lambda i: tokens.pieces((i,))[0])
+        not_run = {r.key for r in waiting if r.key not in folder.done and r.key not in failed}
+        findings = folder.finish(report, failed=failed, not_run=not_run, token_text=lambda i: tokens.pieces((i,))[0])
     except OSError as error:
         reason = f"cannot write {folder.path}: {error.strerror or error}"
         return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)
@@ -175,4 +189,4 @@ def _serve(
         again = "what its function gives changed between two starts of this run: `--overwrite` starts anew"
         where = result.doc.key("reads", error.read)
         return Outcome(None, [Diagnostic("VT603", str(error), where, note=again)], resumed)
-    return Outcome(folder.path, findings, resumed, len(waiting) - len(failed))
+    return Outcome(folder.path, findings, resumed, len(waiting) - len(failed) - len(not_run), len(not_run))

@@ -108,7 +108,8 @@ def _header(run: RunResult) -> RenderableType:
         "lock": info["lock"]["digest"].removeprefix("sha256:")[:12],
         "requests": f"{counts['requests']:,} requests, {counts['completions']:,} completions, "
         f"{counts['prompt_tokens']:,} prompt tokens, {counts['generated_tokens']:,} generated"
-        + (f", {len(info['failed'])} failed" if info["failed"] else ""),
+        + (f", {len(info['failed'])} failed" if info["failed"] else "")
+        + (f"; {len(info['not_run']):,} not run, as a budget was kept" if info.get("not_run") else ""),
     }
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)

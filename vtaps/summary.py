@@ -7,13 +7,14 @@ import json
 from vtaps.spec.budget import readings, slots_of, without_ids
 from vtaps.spec.expand import written
 from vtaps.spec.layers import collapsed
+from vtaps.spec.pattern import part_of
 from vtaps.spec.plan import Plan, ReadPlan
 from vtaps.spec.rows import compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.serving import between_all_reduce_and_norm
 from vtaps.spec.sizes import human
-from vtaps.spec.slots import ITEM_BYTES
-from vtaps.spec.spec import BOUNDS, Edit, Gate
+from vtaps.spec.spec import BOUNDS, Edit, Gate, Read
+from vtaps.spec.store import Store
 from vtaps.spec.tree import Site
 
 EAGER_PRICE = (
@@ -47,10 +48,15 @@ def describe(plan: Plan) -> str:
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}{when}")
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
+        if part_of(name) != name:
+            continue
         rows, size = read_size(plan, name, read)
         kept = _count(rows, "mean" if read.read.kind == "mean" else "row")
         bytes_ = "as wide as its function makes them" if size is None else human(size)
-        lines.append(f"  read      {name}: {read.read.kind} at {_places(plan, read.sites)}, up to {kept}, {bytes_}")
+        what = read.read.kind + _stored(read.read)
+        if read.read.budget is not None:
+            bytes_ += f"; its arms end at {_count(read.read.budget, 'row')} of each location"
+        lines.append(f"  read      {name}: {what} at {_places(plan, read.sites)}, up to {kept}, {bytes_}")
     for name, override in plan.overrides.items():
         lines.append(f"  override  {name}: {_count(len(override.ids), 'token')} from step {override.override.start}")
         lines += _prefill_hint(plan, name)
@@ -147,6 +153,13 @@ def _narrowed(edit: Edit) -> str:
     )
 
 
+def _stored(read: Read) -> str:
+    """`` as float16``: what rows are narrowed to."""
+    if read.store is None or read.store.dtype is None:
+        return ""
+    return f" as {read.store.dtype}" + (" with a scale a row" if read.store.scaled else "")
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
@@ -174,21 +187,23 @@ def listed(sites: tuple[Site, ...]) -> str:
 def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
     """(rows, bytes) that a read keeps at most over the whole run, all its sites together; a mean keeps one a
     request.  None where the bytes are known only when its function has been called."""
-    rows = requests = 0
+    rows = requests = longest = 0
     for one in readings(name, plan.arms, plan.prompts, plan.overrides):
         own = compile_rows(without_ids(read.read.tokens), facts_of(one.prompt, [read.read.tokens], one.placed))
         last = len(one.prompt.ids) + one.max_tokens - 1
         rows += sum(max(0, min(b, last) - a) for a, b in own.intervals) * one.n
         requests += one.n
+        longest = max([longest, *(min(b, last) for a, b in own.intervals if a < last)])
     width, count = sum((s.width or 0) for s in read.sites), len(read.sites)
     if read.read.kind == "mean":
         return requests * count, requests * width * 4
     each = {
-        "rows": width * ITEM_BYTES[plan.tree.dtype],
+        "rows": sum((read.read.store or Store()).row_bytes(s.width or 0, plan.tree.dtype) for s in read.sites),
         "norm": 4 * count,
         "project": 4 * len(read.read.vectors) * count,
         "probe": 4 * read.classes * count,
         "features": 8 * (read.read.top or len(read.read.ids or ())) * count,
+        "pattern": 4 * (len(read.heads) * longest + 1) * count,
         "lens": (8 * (read.read.top or len(read.ids or ())) + 4) * count,
     }.get(read.read.kind)
     return rows * count, None if each is None else rows * each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +13,33 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vtaps.runtime.results.tensors import Tensor, as_float32, memory_map, read_header
+from vtaps.runtime.results.tensors import Tensor, decoded, memory_map, read_header
 from vtaps.spec.diagnostics import nearest
 
 if TYPE_CHECKING:
     from vtaps.runtime.results.load import RunResult
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of a site: its rows are ``start … stop−1`` of the site's."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    start: int
+    stop: int
+
+
+def _shards(folder: Path, files: str | list[str]) -> tuple[_Shard, ...]:
+    out: list[_Shard] = []
+    for file in [files] if isinstance(files, str) else files:
+        tensors = read_header(folder / file)[1]
+        start = out[-1].stop if out else 0
+        rows = next((t.shape[0] for t in tensors.values()), 0)
+        out.append(_Shard(folder / file, tensors, start, start + rows))
+    return tuple(out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +58,7 @@ class ReadArray:
     sites: tuple[str, ...]
     field: str
     _run: RunResult
-    _tensors: Mapping[str, Mapping[str, Tensor]]
+    _shards: Mapping[str, tuple[_Shard, ...]]
     _index: npt.NDArray[np.int64] | None = None
 
     @staticmethod
@@ -46,11 +67,11 @@ class ReadArray:
         rows = pq.read_table(run.path / "reads" / name / "rows.parquet", memory_map=True)
         rows = _with_sweep(rows, run)
         sites = tuple(read["sites"])
-        tensors = {site: read_header(run.path / read["sites"][site])[1] for site in sites}
+        shards = {site: _shards(run.path, read["sites"][site]) for site in sites}
         fields = tuple(read["fields"])
-        preferred = ("rows", "mean", "norm", "project", "probe", "logits", "activations", "python")
+        preferred = ("rows", "mean", "norm", "project", "probe", "logits", "activations", "python", "pattern")
         field = next((f for f in preferred if f in fields), fields[0] if fields else "rows")
-        return ReadArray(name, read["kind"], rows, sites, field, run, tensors)
+        return ReadArray(name, read["kind"], rows, sites, field, run, shards)
 
     def __repr__(self) -> str:
         return f"<ReadArray {self.name} ({self.kind}): {len(self)} rows × {len(self.sites)} sites, {self.fields}>"
@@ -60,8 +81,8 @@ class ReadArray:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of what is kept of a row: ``rows``; ``mean``, ``count``; ``norm``; ``project``; ``probe``; ``ids``,
-        ``logits``, ``logsumexp``; ``ids``, ``activations``; ``python``."""
+        """Names of what is kept of a row: ``rows`` (and its ``scale``); ``mean``, ``count``; ``norm``; ``project``;
+        ``probe``; ``ids``, ``logits``, ``logsumexp``; ``ids``, ``activations``; ``python``; ``pattern``, ``keys``."""
         return tuple(self._run.info["reads"][self.name]["fields"])
 
     @property
@@ -112,21 +133,38 @@ class ReadArray:
         return replace(self, rows=self.rows.take(pa.array(chosen)), _index=index)
 
     def site(self, site: str, field: str | None = None) -> Array:
-        """``[rows, …]`` of one site: a read-only memory map where all rows are wanted, otherwise a copy of the wanted
-        ones.  bfloat16 comes as float32."""
+        """``[rows, …]`` of one site: a read-only memory map where all rows are wanted and lie in one file, otherwise a
+        copy of the wanted ones.  bfloat16, float8 and rows with a scale come as float32."""
         field = self._field(field)
         if site not in self.sites:
             raise KeyError(_unknown(f"read {self.name} has no site", site, self.sites))
-        if field not in self._tensors[site]:
+        parts = [self._part(shard, field) for shard in self._shards[site] if field in shard.tensors]
+        if not parts:
             return np.empty((0,), np.float32)
-        tensor = self._tensors[site][field]
-        values = memory_map(self._run.path / self._run.info["reads"][self.name]["sites"][site], tensor)
-        if self._index is not None:
-            values = values[self._index]
-        return as_float32(values) if tensor.dtype == "BF16" else values
+        if self._index is None or len(parts) == 1:
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        # In the order of the index, which need not be that of the files.
+        which = np.searchsorted([shard.stop for shard in self._shards[site]], self._index, side="right")
+        out = np.empty((len(self._index), *parts[0].shape[1:]), parts[0].dtype)
+        for number, part in enumerate(parts):
+            out[which == number] = part
+        return out
+
+    def _part(self, shard: _Shard, field: str) -> Array:
+        """The wanted rows of one file."""
+        tensor, index = shard.tensors[field], self._index
+        values, scale = memory_map(shard.path, tensor), None
+        if field == "rows" and "scale" in shard.tensors:
+            scale = memory_map(shard.path, shard.tensors["scale"])
+        if index is not None:
+            index = index[(shard.start <= index) & (index < shard.stop)] - shard.start
+            values, scale = values[index], None if scale is None else scale[index]
+        values = decoded(values, tensor.dtype)
+        return values if scale is None else values.astype(np.float32) * scale[:, None]
 
     def numpy(self, field: str | None = None) -> Array:
-        """``[rows, sites, …]`` of ``field`` (default: :attr:`field`), dtype as stored, bfloat16 as float32.
+        """``[rows, sites, …]`` of ``field`` (default: :attr:`field`), dtype as stored; bfloat16, float8 and rows with a
+        scale as float32.
 
         Raises ValueError where the sites hold rows of different widths, KeyError for an unknown field.
         """

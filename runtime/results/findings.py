@@ -217,8 +217,17 @@ def _worthless(
                 f"read {name}, {where} (request {request.key}): {count} row{'s' * (count != 1)} at {len(places)} "
                 f"site{'s' * (len(places) != 1)} {fault}, first at {site}, position {position}",
                 read.get("line"),
-                f"{read['python']['file']}:{read['python']['function']} gave them" if fault == NAN else None,
+                _note(read, fault),
             )
+
+
+def _note(read: Mapping[str, Any], fault: str) -> str | None:
+    if fault == NAN:
+        return f"{read['python']['file']}:{read['python']['function']} gave them"
+    store = read.get("store") or {}
+    if fault == "not finite" and store.get("dtype") == "float16" and "scale" not in store:
+        return "float16 holds numbers up to 65504: `scale: per_row`, bfloat16 and float32 hold larger ones"
+    return None
 
 
 def _faults_of(kind: str, rows: ReadRows, count: int, banned: bool) -> Iterator[tuple[str, Ints]]:
@@ -227,6 +236,13 @@ def _faults_of(kind: str, rows: ReadRows, count: int, banned: bool) -> Iterator[
     positions = rows.positions
     if kind == "python" and _all_nan(rows.values["python"][positions < count], rows.dtype):
         yield NAN, positions
+        return
+    if kind == "pattern":
+        # What is past a row's keys is NaN, and nothing else may be.
+        values, keys = rows.values["pattern"], rows.values["keys"]
+        whole = np.isfinite(values).sum((1, 2)) == keys * values.shape[1]
+        if not whole.all():
+            yield "not finite", positions[~whole]
         return
     for i, field in enumerate(f for f in FLOATS.get(kind, ()) if f in rows.values):
         zero, finite = _zero_and_finite(rows.values[field], rows.dtype, banned)
@@ -260,6 +276,8 @@ def _piece(values: npt.NDArray[Any], dtype: str, banned: bool) -> tuple[npt.NDAr
     if dtype == "bfloat16" and flat.dtype == np.uint16:
         finite = flat & 0x7F80 != 0x7F80
         return (flat & 0x7FFF == 0).all(axis=1), (finite | (flat == 0xFF80) if banned else finite).all(axis=1)
+    if dtype == "float8_e4m3" and flat.dtype == np.uint8:
+        return (flat & 0x7F == 0).all(axis=1), (flat & 0x7F != 0x7F).all(axis=1)
     finite = np.isfinite(flat)
     return (flat == 0).all(axis=1), (finite | np.isneginf(flat) if banned else finite).all(axis=1)
 

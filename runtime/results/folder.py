@@ -7,13 +7,14 @@ reader wants is written out of the journal at the end, ``run.json`` last.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from vtaps.codegen.lock import to_text
+from vtaps.runtime.budgets import rows_of
 from vtaps.runtime.records import Finished
 from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
 from vtaps.runtime.results.expected import Lock, acts_nowhere
@@ -71,6 +72,8 @@ class RunFolder:
         self._discard = discard
         self._closed = False
         self._done: set[str] = set()
+        self.kept: dict[str, int] = {}
+        """Read → rows of the requests that are whole on disk."""
 
     @staticmethod
     def open(
@@ -129,13 +132,18 @@ class RunFolder:
         self._discard = None
         for key in self._order:
             try:
-                read_entry(self._journal(key))
+                entry = read_entry(self._journal(key))
             except FileNotFoundError:
                 continue
             except ValueError:
                 self._journal(key).unlink()
             else:
-                self._done.add(key)
+                self._count(key, entry)
+
+    def _count(self, key: str, entry: Entry) -> None:
+        self._done.add(key)
+        for name, rows in rows_of(entry).items():
+            self.kept[name] = self.kept.get(name, 0) + rows
 
     def _journal(self, key: str) -> Path:
         return self.path / "partial" / file_name(self._index[key], key)
@@ -154,7 +162,7 @@ class RunFolder:
         if self._discard is not None:
             self._start(self._discard)
         write_entry(self._journal(key), entry, arrays)
-        self._done.add(key)
+        self._count(key, entry)
         return collect(findings, self._lock)
 
     def finish(
@@ -162,16 +170,18 @@ class RunFolder:
         engine: Mapping[str, Any],
         *,
         failed: Mapping[str, str] | None = None,
+        not_run: Collection[str] = (),
         token_text: Callable[[int], str] | None = None,
     ) -> list[Diagnostic]:
         """Write the tables, the reads and ``run.json``, remove the journal, let go of the folder.
 
         ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to the reason;
+        ``not_run`` are requests that were not started because a read's budget was kept;
         ``token_text`` gives the text of one token id.  Returns every finding of the run, in the order of the plan.
         Raises ValueError where a request is neither done nor failed, ShapeError where those of a read differ in shape.
         """
         failed = {k: v for k, v in (failed or {}).items() if k not in self._done}
-        missing = [k for k in self._order if k not in self._done and k not in failed]
+        missing = [k for k in self._order if k not in self._done and k not in failed and k not in not_run]
         if missing:
             raise ValueError(f"{len(missing)} requests have not finished, the first is {missing[0]!r}")
         if self._discard is not None:
@@ -190,6 +200,8 @@ class RunFolder:
         info["identity"] = identity(self._lock, self._order)
         info["blocks"] = sorted(self._blocks)
         info["engine"] = dict(engine)
+        if any(read.get("budget") for read in self._lock["reads"].values()):
+            info["not_run"] = [k for k in self._order if k not in self._done and k not in failed]
         info["findings"] = [
             {"code": d.code, "severity": d.severity, "message": d.message, "file": d.span.file, "line": d.span.line}
             | ({"note": d.note} if d.note else {})

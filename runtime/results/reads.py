@@ -1,4 +1,5 @@
-"""reads/NAME/: one rows.parquet and one safetensors file a site, streamed out of the journal request by request."""
+"""reads/NAME/: one rows.parquet and one safetensors file a site, or several where the read is to be stored in shards,
+streamed out of the journal request by request."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from vtaps.runtime.results.expected import Lock
 from vtaps.runtime.results.journal import Entry, sync_folder
 from vtaps.runtime.results.tables import GROUPS, KEY, Table, utf8
-from vtaps.runtime.results.tensors import RowWriter, read_header, view
+from vtaps.runtime.results.tensors import RowWriter, Tensor, read_header, view
+from vtaps.spec.store import Store
 
 OPEN_FILES = 128
 """Site files that are open at once: a read of every module must not run into the limit of descriptors."""
@@ -35,6 +38,12 @@ def site_files(sites: Iterable[str]) -> dict[str, str]:
         taken.add(stem.lower())
         out[site] = f"{stem}.safetensors"
     return out
+
+
+def shard_files(file: str, count: int) -> list[str]:
+    """``x.safetensors`` → ``x-00001-of-00003.safetensors``, …"""
+    stem = file.removesuffix(".safetensors")
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def write_reads(folder: Path, lock: Lock, entries: Mapping[Path, Entry]) -> dict[str, Any]:
@@ -60,19 +69,41 @@ def _write_read(folder: Path, name: str, read: Mapping[str, Any], entries: Mappi
                     total += completion["reads"][name]["rows"]
                     for row in _coordinates(entry["request"], completion, name):
                         table.add(row)
-    files = site_files(read["sites"])
-    layouts = _layouts(name, entries)
+    layouts = _layouts(name, entries, read["kind"] == "pattern")
     sites = list(read["sites"])
+    store = Store.from_json(read.get("store") or {})
+    sharded = store.shard_bytes is not None or store.shard_rows is not None
+    files: dict[str, list[str]] = {}
+    for site, file in site_files(sites).items():
+        count = -(-total // _shard_rows(store, layouts.get(site, {}), total)) or 1
+        files[site] = shard_files(file, count) if sharded else [file]
     for start in range(0, len(sites), OPEN_FILES):
-        _write_sites(home, name, sites[start : start + OPEN_FILES], files, layouts, total, entries)
+        some = {
+            site: _Shards([home / file for file in files[site]], fields, total, _shard_rows(store, fields, total))
+            for site in sites[start : start + OPEN_FILES]
+            for fields in (layouts.get(site, {}),)
+        }
+        _write_sites(name, some, entries)
     sync_folder(home)
     first = layouts.get(sites[0], {}) if sites else {}
     return {
         "kind": read["kind"],
         "rows": total,
         "fields": {f: {"dtype": dtype, "shape": list(shape)} for f, (dtype, shape) in first.items()},
-        "sites": {site: os.path.join("reads", name, files[site]) for site in sites},
+        "sites": {
+            site: paths if sharded else paths[0]
+            for site in sites
+            for paths in ([os.path.join("reads", name, file) for file in files[site]],)
+        },
     }
+
+
+def _shard_rows(store: Store, fields: _Fields, total: int) -> int:
+    """Rows of a file at most, at least one."""
+    if store.shard_rows is not None:
+        return store.shard_rows
+    size = sum(Tensor(dtype, shape, 0).nbytes for dtype, shape in fields.values())
+    return max(1, total if store.shard_bytes is None else store.shard_bytes // max(1, size))
 
 
 def _coordinates(request: Entry, completion: Entry, name: str) -> Iterable[dict[str, Any]]:
@@ -102,8 +133,26 @@ class ShapeError(ValueError):
 _Fields = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
-    """Site → field → (dtype, shape of a row).  Raises ShapeError where two requests disagree."""
+def _widest(one: _Fields, other: _Fields) -> _Fields:
+    """Each field as long in every axis as the longer of the two."""
+    return {
+        field: (dtype, tuple(max(pair) for pair in zip(shape, other[field][1], strict=True)))
+        for field, (dtype, shape) in one.items()
+    }
+
+
+def _padded(rows: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """``rows`` ``[n, …]`` with NaN behind what they hold, up to the ``shape`` of a row."""
+    if rows.shape[1:] == shape:
+        return rows
+    out = np.full((len(rows), *shape), np.nan, rows.dtype)
+    out[tuple(slice(size) for size in rows.shape)] = rows
+    return out
+
+
+def _layouts(name: str, entries: Mapping[Path, Entry], padded: bool) -> dict[str, _Fields]:
+    """Site → field → (dtype, shape of a row).  Raises ShapeError where two requests disagree, unless rows are
+    ``padded`` to the longest."""
     out: dict[str, _Fields] = {}
     for path, entry in entries.items():
         tensors = None
@@ -114,6 +163,9 @@ def _layouts(name: str, entries: Mapping[Path, Entry]) -> dict[str, _Fields]:
                 _, tensors = read_header(path)
             for site, fields in completion["reads"][name]["sites"].items():
                 layout = {f: (dtype, tensors[t].shape[1:]) for f, (t, dtype) in fields.items()}
+                if padded and site in out:
+                    layout = _widest(layout, out[site])
+                    out[site] = layout
                 if out.setdefault(site, layout) != layout:
                     key = entry["request"]["key"]
                     held = f"request {key!r} holds {_told(layout)} a row, others {_told(out[site])}"
@@ -125,19 +177,39 @@ def _told(layout: _Fields) -> str:
     return ", ".join(f"{field} {dtype} {list(shape)}" for field, (dtype, shape) in layout.items())
 
 
-def _write_sites(
-    home: Path,
-    name: str,
-    sites: list[str],
-    files: Mapping[str, str],
-    layouts: Mapping[str, _Fields],
-    total: int,
-    entries: Mapping[Path, Entry],
-) -> None:
-    writers: dict[str, RowWriter] = {}
+class _Shards:
+    """The files of one site: each holds ``most`` rows, the last of them what is left of ``total``; one is open at a
+    time.  Rows come in their order."""
+
+    def __init__(self, paths: list[Path], fields: _Fields, total: int, most: int) -> None:
+        self._paths, self._fields, self._total, self._most = paths, fields, total, most
+        self._number = 0
+        self._writer = self._open()
+
+    def _open(self) -> RowWriter:
+        rows = min(self._most, self._total - self._number * self._most)
+        return RowWriter(self._paths[self._number], self._fields, rows)
+
+    def write(self, row: int, fields: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Put the fields ``[k, …]`` of rows ``row … row+k−1``."""
+        count, done = max(map(len, fields.values()), default=0), 0
+        while done < count:
+            number, at = divmod(row + done, self._most)
+            if number != self._number:
+                self._writer.close()
+                self._number = number
+                self._writer = self._open()
+            stop = min(count, done + self._most - at)
+            for field, array in fields.items():
+                self._writer.write(field, at, _padded(array[done:stop], self._fields[field][1]))
+            done = stop
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _write_sites(name: str, shards: Mapping[str, _Shards], entries: Mapping[Path, Entry]) -> None:
     try:
-        for site in sites:
-            writers[site] = RowWriter(home / files[site], layouts.get(site, {}), total)
         row = 0
         for path, entry in entries.items():
             reads = [c["reads"][name] for c in entry["completions"] if name in c["reads"]]
@@ -147,10 +219,10 @@ def _write_sites(
             # Straight from one file into the other: a request's rows of one site may be many.
             whole = np.asarray(np.memmap(path, np.uint8, "r"))
             for read in reads:
-                for site in sites:
-                    for field, (tensor, _) in read["sites"][site].items():
-                        writers[site].write(field, row, view(whole, tensors[tensor]))
+                for site, writer in shards.items():
+                    held = read["sites"][site].items()
+                    writer.write(row, {field: view(whole, tensors[tensor]) for field, (tensor, _) in held})
                 row += read["rows"]
     finally:
-        for writer in writers.values():
+        for writer in shards.values():
             writer.close()

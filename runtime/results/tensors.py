@@ -1,7 +1,8 @@
 """safetensors files written row by row and read as memory maps, without holding them.
 
 The layout is the one of https://github.com/huggingface/safetensors: eight bytes of header length, a JSON header,
-then the tensors without gaps.  bfloat16 is its bits in uint16 here; NumPy has no such type.
+then the tensors without gaps.  bfloat16 is its bits in uint16 here, float8_e4m3 its bits in uint8; NumPy has no such
+types.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ import numpy.typing as npt
 
 DTYPES: Mapping[str, str] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "?", "F8_E4M3": "<u1",
 }  # fmt: skip
 ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
 """In which order the safetensors library puts tensors into a file; those of one type go by name."""
 PIECE = 32 << 20
 """Bytes that are copied at once."""
-_NAMES = {np.dtype(v): k for k, v in DTYPES.items() if k != "BF16"}
+BITS = {("bfloat16", np.dtype(np.uint16)): "BF16", ("float8_e4m3", np.dtype(np.uint8)): "F8_E4M3"}
+_NAMES = {np.dtype(v): k for k, v in DTYPES.items() if k not in BITS.values()}
 
 
 def tensor_dtype(array: npt.NDArray[Any], said: str) -> str:
     """The safetensors name of an array's type; ``said`` is ``ReadRows.dtype``."""
-    if said == "bfloat16" and array.dtype == np.uint16:
-        return "BF16"
-    return _NAMES[array.dtype]
+    return BITS.get((said, array.dtype)) or _NAMES[array.dtype]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def memory_map(path: Path, tensor: Tensor) -> npt.NDArray[Any]:
-    """A read-only view of one tensor; bfloat16 stays bits."""
+    """A read-only view of one tensor; bfloat16 and float8 stay bits."""
     dtype = np.dtype(DTYPES[tensor.dtype])
     if not tensor.nbytes:
         return np.empty(tensor.shape, dtype)
@@ -86,6 +86,26 @@ def view(whole: npt.NDArray[np.uint8], tensor: Tensor) -> npt.NDArray[Any]:
 def as_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     """bfloat16 bits as float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _e4m3() -> npt.NDArray[np.float32]:
+    """The number of each of the 256 bit patterns of float8_e4m3: sign, four bits of exponent with bias 7, three of
+    mantissa, no infinity (https://arxiv.org/abs/2209.05433)."""
+    bits = np.arange(256)
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    size[(bits & 0x7F) == 0x7F] = np.nan
+    return np.where(bits < 128, size, -size).astype(np.float32)
+
+
+E4M3 = _e4m3()
+
+
+def decoded(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """An array of the safetensors type ``dtype`` as numbers: bits become float32, exactly; others are themselves."""
+    if dtype == "BF16":
+        return as_float32(values)
+    return E4M3[values] if dtype == "F8_E4M3" else values
 
 
 def write_tensors(fd: int, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> None:

@@ -21,11 +21,10 @@ from vtaps.spec.tree import ModelTree, Site
 
 pytestmark = pytest.mark.engine
 
-MORE = ("gemma", "phi3", "ernie4_5")
-"""Families whose forwards are those of others: no other test serves them."""
+MORE = ("gemma", "phi3", "ernie4_5", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Families whose forwards are those of others, or with experts: no other test serves them."""
 TREES = Path(__file__).parent.parent / "data" / "trees"
 PROMPT = [7 + (i * 37) % 250 for i in range(24)]  # longer than the sliding windows of 16
-LAYERS = 4
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
@@ -53,8 +52,10 @@ def engine(folder: Path) -> Any:
 def wanted(tree: ModelTree) -> list[tuple[str, int | None, Site]]:
     found: list[tuple[str, int | None, Site]] = []
     for alias in aliases.names(tree):
-        for layer in range(LAYERS) if aliases.layered(tree, alias) else [None]:
-            found.append((alias, layer, aliases.site(tree, alias, layer)))
+        for layer in range(tree.dimensions.layers) if aliases.layered(tree, alias) else [None]:
+            # Of a model with experts, some layers may have none.
+            if alias != "router_logits" or aliases.site_or_none(tree, alias, layer) is not None:
+                found.append((alias, layer, aliases.site(tree, alias, layer)))
     return found
 
 
@@ -116,9 +117,12 @@ def reference(family: str, folder: Path) -> tuple[dict[tuple[str, int | None], A
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found: dict[tuple[str, int | None], Any] = {}
 
-    def output(alias: str, layer: int | None, module: Any) -> None:
+    def output(alias: str, layer: int | None, module: Any, rows: bool = False) -> None:
+        """``rows``: the module puts out rows without an axis of requests."""
+
         def after(_: Any, args: Any, out: Any) -> None:
-            found[alias, layer] = (out[0] if isinstance(out, tuple) else out)[0].clone()
+            value = out[0] if isinstance(out, tuple) else out
+            found[alias, layer] = (value if rows else value[0]).clone()
 
         module.register_forward_hook(after)
 
@@ -161,10 +165,13 @@ def reference(family: str, folder: Path) -> tuple[dict[tuple[str, int | None], A
             for name in "qkv" if family != "phi3" else "":
                 output(name, i, getattr(layer.self_attn, f"{name}_proj"))
             entry("z", i, layer.self_attn.o_proj)
-            entry("mlp_post", i, layer.mlp.down_proj)
+            if (down := getattr(layer.mlp, "down_proj", None)) is not None:
+                entry("mlp_post", i, down)
+            else:
+                output("router_logits", i, layer.mlp.gate, rows=True)
     with rotated(family, found), torch.no_grad():
         done = model(torch.tensor([PROMPT]), output_hidden_states=True)
-    for i in range(LAYERS):
+    for i in range(model.config.num_hidden_layers):
         if (fused := found.pop(("qkv", i), None)) is not None:
             size = model.config
             sizes = [size.num_attention_heads, *2 * [getattr(size, "num_key_value_heads", size.num_attention_heads)]]
@@ -237,13 +244,14 @@ def spellings(tree: ModelTree) -> list[tuple[str, int, list[tuple[str, str, int 
     """Per alias and layer, every spelling in the table that one call of one module answers for."""
     found = []
     for alias, rule in TABLES[tree.architecture].rules.items():
-        for layer in (0, 2):
+        for layer in (0, tree.dimensions.layers - 2):
             places = []
             for text in (t for t in (rule.at, *rule.same) if ".source." not in t):
                 if alias == "resid_pre" and layer > 0:
                     continue
                 module, side, name = aliases.split(text.format(i=layer))
-                if tree.modules[module].calls == 1:
+                here = tree.modules.get(module)
+                if here is not None and here.calls == 1 and (side == "output" or name in dict(here.inputs)):
                     places.append((module, side, name))
             found.append((alias, layer, places))
     return found
@@ -270,8 +278,9 @@ def test_the_sub_blocks_add_up_to_the_stream(run: tuple[str, ModelTree, Any, Any
     import torch
 
     _, tree, copies, _ = run
-    for layer in range(LAYERS):
-        at = {a: read(copies, aliases.site(tree, a, layer)) for a in aliases.names(tree) if a != "embed"}
+    for layer in range(tree.dimensions.layers):
+        parts = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+        at = {a: read(copies, aliases.site(tree, a, layer)) for a in parts}
         size = float(at["resid_post"].abs().max())
         for before, added, after in (
             ("resid_pre", "attn_out", "resid_mid"),

@@ -63,6 +63,8 @@ class Folders:
 
 
 class Program:
+    patterns: Mapping[str, Any] = {}
+
     def compile(self, *_: Any) -> None:
         return None
 
@@ -70,7 +72,7 @@ class Program:
 def engine(frontend: Frontend, **report: Any) -> Engine:
     made = object.__new__(Engine)
     made._frontend, made._folders, made.program = frontend, Folders(), Program()  # type: ignore[assignment]
-    made._faults = lambda: []
+    made._faults, made._attention = lambda: [], {}
     made.report = {
         "max_num_seqs": 2, "max_num_batched_tokens": 6, "in_process": True, "async_scheduling": True, **report,
     }  # fmt: skip

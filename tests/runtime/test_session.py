@@ -30,6 +30,7 @@ from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError
 from vtaps.runtime.records import Record
+from vtaps.runtime.results.tensors import E4M3
 from vtaps.runtime.session import Session
 from vtaps.spec import slots
 
@@ -373,6 +374,17 @@ def test_half_precision_travels_as_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", BOTH)
+def test_rows_stored_in_float32_are_the_unrounded_stream(inside: Inside, tmp_path: Path) -> None:
+    """Of a pair in bfloat16, whose sum has more digits than bfloat16."""
+    look = {"kind": "rows", "sites": ["s"], "tokens": {"rows": "all"}, "store": {"dtype": "float32"}}
+    s = session(tmp_path, {"s": {"module": "op", "output": 0, "residual": 1}}, reads={"look": look})
+    step(s, attached(s, inside, torch.bfloat16), torch.full((3, WIDTH), 2.0**-9, dtype=torch.bfloat16))
+    read = record(s).reads["look", "s"]
+    # The op gives x + 1 and x; x + 1 rounds to 1 in bfloat16.
+    assert read.dtype == "float32" and (read.values["rows"] == 1 + 2.0**-9).all()
+
+
+@pytest.mark.parametrize("inside", BOTH)
 def test_what_was_read_is_no_alias(inside: Inside, tmp_path: Path) -> None:
     """Neither of the model's tensors nor of slots that later steps write."""
     s = session(tmp_path, {"s": {"module": "inner"}})
@@ -532,6 +544,11 @@ def compare_read(
     """``rows``: what the read saw, ``[n, width]``, at ``positions``."""
     values = got.values
     match entry["kind"]:
+        case "rows" if name == "tiny":
+            stored = E4M3[values["rows"]].astype(np.float64) * values["scale"][:, None]
+            assert (abs(stored - rows) <= abs(rows) / 16 + abs(rows).max(-1, keepdims=True) * 2.0**-17).all(), said
+        case "rows" if name == "small":
+            np.testing.assert_array_equal(values["rows"], rows.astype(np.float16), said)
         case "rows":
             close(values["rows"], rows, said)
         case "norm":

@@ -128,6 +128,14 @@ def bend(rows, at):
 READS: dict[str, dict[str, Any]] = {
     "dots": {"kind": "project", "sites": ["r1", "final"], "tokens": "but", "vectors": ["v", "w"]},
     "rows": {"kind": "rows", "sites": [s for s in SITES if s not in BEHIND], "tokens": "all"},
+    "small": {"kind": "rows", "sites": ["r1", "final"], "tokens": "all", "store": {"dtype": "float16"}},
+    "tiny": {
+        "kind": "rows",
+        "sites": ["r0", "cut"],
+        "tokens": "but",
+        "store": {"dtype": "float8_e4m3", "scale": "per_row"},
+    },
+    "wide": {"kind": "rows", "sites": ["in2"], "tokens": "generated", "store": {"dtype": "float32"}},
     "out": {"kind": "rows", "sites": ["logits"], "tokens": "all"},
     "norm": {"kind": "norm", "sites": ["r2", "logits"], "tokens": "generated"},
     "mean": {"kind": "mean", "sites": ["r0", "cut"], "tokens": "all"},
@@ -166,7 +174,7 @@ def feel(rows, at):
 def count(rows):
     return (rows > 0).sum(-1, dtype=torch.uint8)
 """
-DTYPES = {"count": "uint8", "said": "int32"}
+DTYPES = {"count": "uint8", "said": "int32", "small": "float16", "tiny": "float8_e4m3"}
 """Of what a read keeps, where it is not float32."""
 METRICS: dict[str, dict[str, Any]] = {
     "logprob": {"kind": "logprob", "ids": [3], "tokens": "sampling"},

@@ -49,7 +49,7 @@ def one(family: str, text: str) -> Site:
 @pytest.mark.parametrize("alias", ALIASES)
 @pytest.mark.parametrize("layer", [0, 3])
 def test_every_alias_resolves_with_its_width_and_heads(family: str, alias: str, layer: int) -> None:
-    if family == "gpt2" and alias in ("rot_q", "rot_k"):
+    if alias == "router_logits" or (family == "gpt2" and alias in ("rot_q", "rot_k")):
         assert alias not in aliases.names(tree(family))
         return
     site = one(family, f"{alias}[{layer}]" if aliases.layered(tree(family), alias) else alias)
@@ -155,6 +155,40 @@ def test_q_k_and_v_divide_the_fused_projection(family: str) -> None:
     edges = [p.columns for p in parts if p.columns]
     kv = 128 if family == "gpt2" else 64
     assert edges == [(0, 128), (128, 128 + kv), (128 + kv, 128 + 2 * kv)]
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "layers"),
+    [
+        ("mixtral", "block_sparse_moe", (0, 1, 2, 3)),
+        ("olmoe", "mlp", (0, 1, 2, 3)),
+        ("qwen2_moe", "mlp", (0, 2, 3)),
+        ("qwen3_moe", "mlp", (0, 1)),
+    ],
+)
+def test_router_logits_are_those_of_the_layers_with_experts(family: str, block: str, layers: tuple[int, ...]) -> None:
+    found, problems = locate(tree(family), "router_logits[*]", Span("x"))
+    assert not problems and [s.layer for s in found] == list(layers)
+    for site in found:
+        assert (site.module, site.element, site.width) == (f"model.layers.{site.layer}.{block}.gate", 0, 8)
+        assert site.editable and site.heads is None
+        mid, out = (one(family, f"{name}[{site.layer}]") for name in ("ln2", "mlp_out"))
+        assert mid.order < site.order < out.order
+    if family == "qwen2_moe":
+        assert one(family, "model.layers.0.mlp.gate.output") == found[0]
+        _, problems = locate(tree(family), "router_logits[1]", Span("x"))
+        assert [(p.code, p.valid) for p in problems] == [("VT202", ("router_logits[0,2..3]",))]
+
+
+def test_router_logits_of_another_dtype_than_the_rows_are_refused() -> None:
+    plain = tree("mixtral")
+    path = "model.layers.1.block_sparse_moe.gate"
+    gate = plain.modules[path]
+    assert gate.output is not None
+    wide = replace(gate.output, items=(replace(gate.output.items[0], dtype="float64"), *gate.output.items[1:]))
+    variant = replace(plain, modules=plain.modules | {path: replace(gate, output=wide)})
+    _, problems = locate(variant, "router_logits[1]", Span("x"))
+    assert [p.code for p in problems] == ["VT202"] and "float64" in problems[0].message
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vtaps.check import CheckResult, check_file
 from vtaps.spec.budget import Load, Slots, limits
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.slots import GATHERED_BYTES, row_bytes, slot_count, slot_rows
+from vtaps.summary import describe, read_size
 
 SPEC = """vtaps: 1
 model: {{path: {data}/configs/smollm2, tokenizer: {data}/tokenizer}}
@@ -111,6 +113,29 @@ def test_no_schedule_needs_more_rows(seed: int) -> None:
 def test_bytes(kind: str, item: int) -> None:
     assert row_bytes(kind, [128, 128, 64], "bfloat16") == 320 * item
     assert row_bytes(kind, [128], "float32") == 128 * 4
+    assert row_bytes(kind, [128, 64], "bfloat16", "float16") == 192 * item
+    assert row_bytes(kind, [128, 64], "bfloat16", "float32") == 192 * (2 if kind == "lens" else 4)
+
+
+@pytest.mark.parametrize(
+    ("store", "each", "told"),
+    [
+        ("", 2 * 576, "rows at"),
+        (", store: {shard: 1 MiB}", 2 * 576, "rows at"),
+        (", store: {dtype: float32}", 4 * 576, "rows as float32 at"),
+        (", store: {dtype: float16}", 2 * 576, "rows as float16 at"),
+        (", store: {dtype: float8_e4m3, scale: per_row}", 576 + 4, "rows as float8_e4m3 with a scale a row at"),
+    ],
+)
+def test_the_bytes_that_check_prints_are_those_that_are_stored(
+    store: str, each: int, told: str, checked: Callable[..., CheckResult]
+) -> None:
+    plan = checked(tokens="all", kind=store, engine="{mode: eager}").plan
+    assert plan is not None
+    # 3 + 4 rows of one prompt; (8 + 5) + (4 + 5) of two prompts, twice each; at four locations.
+    rows = 4 * (3 + 4 + 2 * (8 + 5 + 4 + 5))
+    assert read_size(plan, "r", plan.reads["r"]) == (rows, rows * each)
+    assert f"read      r: {told} resid_post[0..3], up to {rows} rows" in describe(plan)
 
 
 def test_rows_of_a_step() -> None:

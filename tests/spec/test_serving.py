@@ -66,7 +66,7 @@ def test_every_place_that_can_be_named_is_recorded(family: str) -> None:
     ("family", "text", "name"),
     [
         ("granitemoehybrid", "model.source.hidden_states_2", "model.source.hidden_states_2.output"),
-        ("qwen3moe", "model.source.hidden_states_1", "model.source.self_embed_input_ids_0.output"),
+        ("qwen3moe", "model.source.hidden_states_1", "embed"),
         ("falcon", "transformer.source.self_embed_input_ids_0", "transformer.source.self_embed_input_ids_0.output"),
         ("llama", "model.source.hidden_states_1", "embed"),
         ("gpt2", "transformer.source.hidden_states_0", "resid_pre[0]"),

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
         if outcome.resumed:
             print(f"{outcome.resumed} requests were there already, {outcome.served} served now", file=sys.stderr)
+        if outcome.not_run:
+            print(f"{outcome.not_run} requests were not run: the budget of their reads was kept", file=sys.stderr)
         Console().print(summary(load(outcome.path)))
     return 0 if outcome.ok else 3
 
