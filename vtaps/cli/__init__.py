@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vtaps import __version__
 
-VERBS = ("check", "compile", "tree", "run", "show", "explain", "doctor")
+VERBS = ("check", "compile", "tree", "run", "verify", "show", "explain", "doctor")
 
 
 def parser() -> argparse.ArgumentParser:
