@@ -109,19 +109,19 @@ class _Work:
             bound = self.bound if self.bound is not None else bound_of(dtype)
             probed, probes = self._probed(finished)
             pieces = self._in_pieces(probed, finished) if probed is not None else []
-            eager = self._eager(lock, finished) if reference == "eager" else {}
+            growth: dict[str, Mapping[str, Errors]] = {}
+            if reference == "huggingface":
+                growth, problem = self._hold(meant, finished, probed, probes, pieces)
+                if problem is not None:
+                    fallback: Against | None = "eager" if self.plan.mode != "eager" and not self.against else None
+                    reference, told = fallback, replace(told, reference=fallback, reason=problem)
+            if reference == "eager":
+                self._hold_eager(meant, lock, finished, probed, pieces)
+            if reference is None:
+                self._skip("read", "*", told.reason)
         except EngineError as error:
             failed = Diagnostic(error.code, error.message, Span(self.doc.file))
             return replace(told, findings=(failed,))
-        growth: dict[str, Mapping[str, Errors]] = {}
-        if reference == "huggingface":
-            growth, problem = self._hold(meant, finished, probed, probes, pieces)
-            if problem is not None:
-                told = replace(told, reference=None, reason=problem)
-        elif reference == "eager":
-            self._hold_eager(meant, finished, eager)
-        else:
-            self._skip("read", "*", reason)
         chunk = probed.chunk if probed is not None else None
         if chunk is not None:
             for one, other in zip(finished, pieces, strict=True):
@@ -199,19 +199,20 @@ class _Work:
         with self._engine(probed.compiled, lock) as engine:
             return self._serve(engine, requests, self._once(finished))
 
-    def _eager(self, lock: Mapping[str, Any], finished: list[Finished]) -> dict[str, tuple[Finished, Finished]]:
-        """Key → what the eager engine gives by itself, and with the tokens of ``finished``."""
+    def _eager(
+        self, lock: Mapping[str, Any], compiled: Compiled, finished: list[Finished]
+    ) -> tuple[list[Finished], list[Finished]]:
+        """What the eager engine gives for each of ``finished``: by itself, and with the same tokens."""
         meant, requests = forced(on_eager(lock), finished, edits=True)
         free = [replace(one.request, key=f"{one.request.key} by itself") for one in finished]
-        once, own = self._once(finished), {r.key: r for r in free}
+        once, own = self._once(finished), {r.key for r in free}
         self.tell("the eager engine")
-        with self._engine(self.compiled, meant) as engine:
+        with self._engine(compiled, meant) as engine:
             served = self._serve(
-                engine, [*requests, *free],
+                engine, [*free, *requests],
                 lambda r: {**self._sampling(r), "n": 1} if r.key in own else once(r),
             )  # fmt: skip
-        count = len(finished)
-        return {one.request.key: (served[count + i], served[i]) for i, one in enumerate(finished)}
+        return served[: len(free)], served[len(free) :]
 
     # -- the spec with reads at its edits
 
@@ -264,7 +265,6 @@ class _Work:
         try:
             model = HuggingFace(path, meant.architecture, meant.placed(), meant.lock["model"].get("revision"))
         except NoReference as error:
-            self._skip("read", "*", str(error))
             return {}, str(error)
         holder, growth = Holder(meant, model), {}
         again: dict[str, Finished] = {}
@@ -285,12 +285,20 @@ class _Work:
         return growth, None
 
     def _hold_eager(
-        self, meant: Meant, finished: list[Finished], eager: Mapping[str, tuple[Finished, Finished]]
-    ) -> None:
-        for one in finished:
-            free, same = eager[one.request.key]
-            found = list(compared(one, same, "read", {}))
-            self.measured += [replace(m, what="logprobs", name="") if m.name == "logprobs" else m for m in found]
+        self, meant: Meant, lock: Mapping[str, Any], finished: list[Finished], probed: _Probed | None,
+        pieces: list[Finished],
+    ) -> None:  # fmt: skip
+        """Against the eager engine.  Raises EngineError."""
+        asked = (lock, self.compiled) if probed is None else (probed.lock, probed.compiled)
+        for number, (one, free, same) in enumerate(zip(finished, *self._eager(*asked, finished), strict=True)):
+            for m in compared(one, same, "read", {}):
+                if m.name == "logprobs" and m.site == "logits":
+                    self.measured.append(replace(m, what="logprobs", name=""))
+                elif not m.name.startswith(PROBE):
+                    self.measured.append(m)
+            if pieces:
+                probes = [m for m in compared(pieces[number], same, "edit", {}) if m.name.startswith(PROBE)]
+                self.measured += [replace(m, name=m.name.removeprefix(PROBE)) for m in probes]
             self.measured += compared_metrics(one, same)
             why = meant.not_greedy(self.plan.arms[one.request.arm].sampling)
             if why is not None:

@@ -14,6 +14,7 @@ from vtaps.runtime.program import Point, PointEdit, Program
 from vtaps.runtime.records import Completion, Finished, Request
 from vtaps.runtime.reference.forward import Edit, HuggingFace, Seen
 from vtaps.runtime.reference.kinds import METRICS, READS, Context, Errors, apart, largest, log_softmax
+from vtaps.runtime.reference.known import strange, strange_arm
 from vtaps.runtime.reference.places import place_of
 from vtaps.runtime.reference.rows import selected
 from vtaps.runtime.reference.verbs import REPLACES, VERBS, NotChecked, Use, change
@@ -110,6 +111,9 @@ class Meant:
 
     def unknown(self, request: Request) -> Skipped | None:
         """The first edit of the request that the Hugging Face reference cannot make: nothing behind it can be held."""
+        found = strange_arm(self.program, request.arm, request.point)
+        if found is not None:
+            return Skipped(*found)
         for use in self.point(request).edits:
             verb = self.program.edits[use.edit].verb
             formula = VERBS.get(verb, NotChecked(f"{verb} is not known to the reference"))
@@ -130,6 +134,8 @@ class Meant:
             fired = completion.record.fired
             for name in dict.fromkeys([*acting, *fired]):
                 entry = self.program.edits.get(name)
+                if any(strange(one) for one in (entry, acting.get(name)) if one is not None):
+                    continue  # which rows are its own is not known: see `unknown`
                 wanted = self.rows(entry.tokens, facts, tokens, acting[name].sites) if entry and name in acting else []
                 got = fired_positions(fired.get(name, ()), len(tokens)).tolist()
                 yield Count(name, request.key, len(got), len(wanted), got == wanted)
@@ -172,7 +178,7 @@ class Holder:
 
     def _behind(self, request: Request, unknown: Skipped) -> Iterator[Skipped]:
         arm = self.meant.program.arms[request.arm]
-        why = f"arm {request.arm} has the edit {unknown.name}, which is not checked"
+        why = f"arm {request.arm} has the {unknown.what} {unknown.name}, which is not checked"
         yield from (Skipped("read", f"{name} (arm {request.arm})", why) for name in arm.reads)
         yield from (Skipped("metric", f"{name} (arm {request.arm})", why) for name in arm.metrics)
         yield Skipped("tokens", f"arm {request.arm}", why)
@@ -222,8 +228,9 @@ class _One:
     def read(self, name: str) -> Iterator[Measured | Skipped]:
         entry = self.meant.program.reads[name]
         compare = READS.get(entry.kind, NotChecked(f"{entry.kind} is not known to the reference"))
-        if isinstance(compare, NotChecked):
-            yield Skipped("read", name, compare.reason)
+        told = compare.reason if isinstance(compare, NotChecked) else strange(entry)
+        if isinstance(compare, NotChecked) or told is not None:
+            yield Skipped("read", name, str(told))
             return
         rows = self.meant.rows(entry.tokens, self.facts, self.tokens, entry.sites)
         early = (self.meant.lock["reads"][name] or {}).get("sees") == "before_edits"
@@ -248,8 +255,9 @@ class _One:
     def metric(self, name: str) -> Measured | Skipped:
         entry = self.meant.program.metrics[name]
         distance = METRICS.get(entry.kind, NotChecked(f"{entry.kind} is not known to the reference"))
-        if isinstance(distance, NotChecked):
-            return Skipped("metric", name, distance.reason)
+        told = distance.reason if isinstance(distance, NotChecked) else strange(entry)
+        if isinstance(distance, NotChecked) or told is not None:
+            return Skipped("metric", name, str(told))
         rows = self.meant.rows(entry.tokens, self.facts, self.tokens, sampled=True)
         positions, values = self.completion.record.metrics.get(name, (np.empty(0, np.int64), np.empty(0)))
         inside = positions < len(self.tokens)

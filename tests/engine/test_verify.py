@@ -18,8 +18,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vtaps
 from tests.engine.case import LAYERS, arm, request, tiny_llama, use, write_case
 from tests.models import tiny
+from vtaps.cli import main
 from vtaps.comparing import difference
 from vtaps.forcing import forced
 from vtaps.runtime.engine import Engine
@@ -185,7 +187,7 @@ def test_forced_tokens_are_the_same_and_an_edit_of_the_neighbours_is_seen(
 
 SPEC = """vtaps: 1
 model: {path: MODEL, dtype: float32}
-engine: {mode: eager, vllm: {max_model_len: LENGTH, max_num_seqs: 4}}
+engine: {mode: MODE, vllm: {max_model_len: LENGTH, max_num_seqs: 4}}
 vectors:
   push: {random: {seed: 1, norm: 4}}
 reads:
@@ -214,8 +216,8 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def write(folder: Path, length: int = 256) -> None:
-    text = SPEC.replace("MODEL", str(tiny("llama"))).replace("LENGTH", str(length))
+def write(folder: Path, length: int = 256, mode: str = "eager") -> None:
+    text = SPEC.replace("MODEL", str(tiny("llama"))).replace("LENGTH", str(length)).replace("MODE", mode)
     (folder / "spec.yaml").write_text(text)
     (folder / "mine.py").write_text("def same(rows):\n    return rows\n")
 
@@ -241,15 +243,28 @@ def test_the_command_says_what_it_checked_and_what_not(tmp_path: Path) -> None:
     assert ("tokens", "arm own") in skipped
 
 
-def test_past_a_bound_is_1_and_wrong_usage_2_and_a_failed_run_3(tmp_path: Path) -> None:
-    write(tmp_path)
-    past = command(tmp_path, "--bound", "1e-12", "--limit", "2")
+def test_taps_with_raw_locations_are_held_against_the_eager_engine_and_past_a_bound_is_1(tmp_path: Path) -> None:
+    write(tmp_path, mode="taps")
+    past = command(tmp_path, "--bound", "1e-12", "--limit", "4", "--format", "json")
     assert past.returncode == 1 and "error[VT611]: read stream" in past.stderr, past.stderr[-3000:]
-    assert "Traceback" not in past.stderr and "largest error" in past.stdout
-    assert command(tmp_path, "--bound", "-1").returncode == 2
-    assert command(tmp_path, "--limit", "none").returncode == 2
+    assert "Traceback" not in past.stderr
+    told = json.loads(past.stdout)
+    assert (told["engine"], told["reference"]) == ("taps", "eager") and "gate_up_proj" in told["reason"]
+    errors = {(c["what"], c["name"]): c["error"] for c in told["comparisons"]}
+    for what in (("read", "stream"), ("read", "gate"), ("edit", "steer"), ("metric", "first"), ("logprobs", "")):
+        assert errors[what] < 1e-5, what
+    assert errors["tokens", ""] == 0 and told["not_checked"] == []
+    assert {f["code"] for f in told["findings"]} >= {"VT611"}
+
+
+def test_wrong_usage_is_2_and_a_failed_run_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 100_000)
     failed = command(tmp_path, "--quiet")
     assert failed.returncode == 3 and "error[VT607]" in failed.stderr, failed.stderr[-3000:]
+    monkeypatch.chdir(tmp_path)
+    for words in (["--bound", "-1"], ["--limit", "0"], ["--limit", "none"], ["--against", "me"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(["verify", "spec.yaml", *words])
+        assert stopped.value.code == 2
     (tmp_path / "spec.yaml").write_text("vtaps: 1\n")
-    assert command(tmp_path).returncode == 1
+    assert vtaps.verify("spec.yaml").exit_code == 1

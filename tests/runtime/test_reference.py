@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import pytest
 
 from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, PointEdit, Program, SiteEntry
 from vtaps.runtime.records import ReadRows
-from vtaps.runtime.reference import kinds, places, verbs
+from vtaps.runtime.reference import kinds, known, places, verbs
 from vtaps.spec import spec
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.rows import Rows
@@ -29,6 +30,28 @@ def test_every_read_and_metric_has_a_comparison_or_a_reason() -> None:
     assert set(kinds.METRICS) == set(METRICS) == set(get_args(spec.MetricKind))
     for comparison in (*kinds.READS.values(), *kinds.METRICS.values()):
         assert callable(comparison) or comparison.reason
+
+
+def test_every_field_of_an_entry_is_understood_or_has_a_reason() -> None:
+    for entry, understood in known.KNOWN.items():
+        told = {field for one, field in known.NOT_CHECKED if one is entry}
+        assert {f.name for f in fields(entry)} == understood | told, entry
+        assert not understood & told
+    acting = {*Program.__annotations__} - {"folder", "structure", "block_digest", "block_lines", "spec_file", "mode",
+                                           "tap_memory", "forwards", "checked", "compiled"}  # fmt: skip
+    assert acting == {"sites", "edits", "reads", "overrides", "metrics", "vectors", "arms", "lens_norm"}
+
+
+def test_a_field_that_nobody_knows_is_no_silence() -> None:
+    @dataclass(frozen=True)
+    class Gated(EditEntry):
+        when: str | None = None
+
+    gated = Gated("zero", ("here",), Rows(), when="refuse")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known, "KNOWN", {**known.KNOWN, Gated: known.KNOWN[EditEntry]})
+        assert known.strange(gated) == "when is not known to the reference"
+        assert known.strange(replace(gated, when=None)) is None
 
 
 def test_every_alias_of_every_table_has_a_place() -> None:
