@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 pytest.importorskip("vllm")
@@ -21,6 +22,7 @@ pytest.importorskip("vllm")
 import vtaps
 from tests.engine.case import LAYERS, arm, request, tiny_llama, use, write_case
 from tests.models import tiny
+from vtaps import schemas
 from vtaps.cli import main
 from vtaps.comparing import difference
 from vtaps.forcing import forced
@@ -193,6 +195,7 @@ vectors:
 reads:
   stream: {at: "resid_post[*]", tokens: sampling, sees: after_edits}
   gate: {at: "model.layers.1.mlp.gate_up_proj.output", tokens: {steps: [0]}}
+  centred: {at: "resid_post[0]", tokens: prompt, python: "mine.py:centred"}
 edits:
   steer: {at: "resid_post[1]", tokens: sampling, add: {vector: push}}
   mine: {at: "resid_post[2]", tokens: sampling, python: "mine.py:same"}
@@ -203,7 +206,7 @@ prompts:
 arms:
   base: {reads: [stream, gate], metrics: [first]}
   steered: {edits: [steer], reads: [stream], sweep: {steer.add.scale: [1, 2]}}
-  own: {edits: [mine], reads: [stream]}
+  own: {edits: [mine], reads: [stream, centred]}
 sampling: {temperature: 0, max_tokens: 4, ignore_eos: true}
 """
 
@@ -216,10 +219,18 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def write(folder: Path, length: int = 256, mode: str = "eager") -> None:
+def write(folder: Path, length: int = 256, mode: str = "eager", axis: int = -1) -> None:
+    """``axis``: of what the function of a read takes the mean; 0 is that of whatever rows come together."""
     text = SPEC.replace("MODEL", str(tiny("llama"))).replace("LENGTH", str(length)).replace("MODE", mode)
     (folder / "spec.yaml").write_text(text)
-    (folder / "mine.py").write_text("def same(rows):\n    return rows\n")
+    lines = [
+        "def same(rows):",
+        "    return rows",
+        "",
+        "def centred(rows):",
+        f"    return rows - rows.mean({axis}, True)",
+    ]
+    (folder / "mine.py").write_text("\n".join(lines) + "\n")
 
 
 def test_the_command_says_what_it_checked_and_what_not(tmp_path: Path) -> None:
@@ -227,13 +238,14 @@ def test_the_command_says_what_it_checked_and_what_not(tmp_path: Path) -> None:
     found = command(tmp_path, "--format", "json", "--limit", "7")
     assert found.returncode == 0, found.stderr[-3000:]
     told = json.loads(found.stdout)
+    jsonschema.validate(told, schemas.load("verify-v1.schema.json"))
     assert told["ok"] and told["findings"] == [] and (told["requests"], told["total"]) == (7, 8)
     assert told["reference"] == "huggingface" and "gate_up_proj" in told["reason"]
     assert 1 < told["chunk"] < 23
     compared = {(c["what"], c["name"]) for c in told["comparisons"] if c["error"] is not None and c["ok"]}
     assert compared == {
         ("read", "stream"), ("edit", "steer"), ("metric", "first"), ("logprobs", ""), ("tokens", ""),
-        ("chunked", "stream"), ("chunked", "gate"), ("chunked", "logprobs"),
+        ("chunked", "stream"), ("chunked", "gate"), ("chunked", "logprobs"), ("chunked", "centred"),
         ("alone", "stream"), ("alone", "gate"), ("alone", "logprobs"),
     }  # fmt: skip
     assert told["isolation"] == {"bits": 2, "differing": []}
@@ -244,17 +256,19 @@ def test_the_command_says_what_it_checked_and_what_not(tmp_path: Path) -> None:
 
 
 def test_taps_with_raw_locations_are_held_against_the_eager_engine_and_past_a_bound_is_1(tmp_path: Path) -> None:
-    write(tmp_path, mode="taps")
+    write(tmp_path, mode="taps", axis=0)
     past = command(tmp_path, "--bound", "1e-12", "--limit", "4", "--format", "json")
     assert past.returncode == 1 and "error[VT611]: read stream" in past.stderr, past.stderr[-3000:]
     assert "Traceback" not in past.stderr
     told = json.loads(past.stdout)
+    jsonschema.validate(told, schemas.load("verify-v1.schema.json"))
     assert (told["engine"], told["reference"]) == ("taps", "eager") and "gate_up_proj" in told["reason"]
     errors = {(c["what"], c["name"]): c["error"] for c in told["comparisons"]}
     for what in (("read", "stream"), ("read", "gate"), ("edit", "steer"), ("metric", "first"), ("logprobs", "")):
         assert errors[what] < 1e-5, what
     assert errors["tokens", ""] == 0 and told["not_checked"] == []
-    assert {f["code"] for f in told["findings"]} >= {"VT611"}
+    assert errors["chunked", "centred"] > 0.1 and errors["chunked", "stream"] < 1e-5
+    assert any(f["code"] == "VT613" and "centred" in f["message"] for f in told["findings"])
 
 
 def test_wrong_usage_is_2_and_a_failed_run_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,4 +281,6 @@ def test_wrong_usage_is_2_and_a_failed_run_3(tmp_path: Path, monkeypatch: pytest
             main(["verify", "spec.yaml", *words])
         assert stopped.value.code == 2
     (tmp_path / "spec.yaml").write_text("vtaps: 1\n")
-    assert vtaps.verify("spec.yaml").exit_code == 1
+    found = vtaps.verify("spec.yaml")
+    assert found.exit_code == 1
+    jsonschema.validate(found.to_json(), schemas.load("verify-v1.schema.json"))
