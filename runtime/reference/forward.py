@@ -23,11 +23,6 @@ Floats = npt.NDArray[np.float32]
 Change = Callable[[Floats], npt.NDArray[Any]]
 
 
-SMALL = 1 << 29
-"""Parameters of a model whose matrices are too small to share: a second thread, beside an engine's own, waits longer
-than it works."""
-
-
 class NoReference(Exception):
     """There is no such reference; the message says why."""
 
@@ -78,7 +73,6 @@ class HuggingFace:
         if type(self.model).__name__ != architecture:
             raise NoReference(f"transformers makes a {type(self.model).__name__} of it, not a {architecture}")
         self._family = FAMILIES[architecture]
-        self._few = sum(p.numel() for p in self.model.parameters()) < SMALL
         self._edits: Mapping[str, Sequence[Edit]] = {}
         self._seen = Seen()
         self._rotated: dict[tuple[int, str], str] = {}
@@ -96,7 +90,7 @@ class HuggingFace:
         that is not visited."""
         self._edits, self._seen = edits or {}, Seen()
         self._reached = self._now = np.zeros(len(ids))
-        with torch.no_grad(), self._rotary(), _threads(self._few):
+        with torch.no_grad(), self._rotary():
             out = self.model(torch.tensor([list(ids)]), use_cache=False)
         missing = (set(self._edits) | self.wanted) - set(self._seen.after)
         if missing:
@@ -208,16 +202,6 @@ class HuggingFace:
             yield
         finally:
             module.apply_rotary_pos_emb = original  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _threads(few: bool) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if few else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _largest(x: Tensor) -> npt.NDArray[np.float64]:
