@@ -1,4 +1,4 @@
-"""The versioned JSON Schemas of the spec, the lock, the tree snapshot and the run index."""
+"""The versioned JSON Schemas of the spec, the lock, the tree snapshot, the run index and a verification."""
 
 from __future__ import annotations
 

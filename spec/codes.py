@@ -111,4 +111,8 @@ CODES: dict[str, Code] = {
     "VT607": Code("the engine did not start"),
     "VT608": Code("a tap does not fire"),
     "VT609": Code("a Python read gave nothing but NaN"),
+    "VT611": Code("a value is not the reference's"),
+    "VT612": Code("unedited requests are not what they are by themselves"),
+    "VT613": Code("a prompt in pieces gives other rows"),
+    "VT614": Code("nothing could be checked"),
 }

@@ -1,7 +1,8 @@
 """vtaps: YAML intervention specs, compiled to reviewable Python that runs inside vLLM's workers.
 
-``vtaps.load(folder)`` opens a run and ``vtaps.plot(folder)`` draws it; ``vtaps.check_file(spec)`` and
-``vtaps.run_checked(result, out)`` are what the command line calls.
+``vtaps.load(folder)`` opens a run and ``vtaps.plot(folder)`` draws it; ``vtaps.verify(spec)`` holds a spec against an
+independent reference; ``vtaps.check_file(spec)`` and ``vtaps.run_checked(result, out)`` are what the command line
+calls.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vtaps.runtime.results.load import RunError as RunError
     from vtaps.runtime.results.load import RunResult as RunResult
     from vtaps.runtime.results.load import load as load
+    from vtaps.verification import Verification as Verification
+    from vtaps.verifying import verify as verify
 
 __version__ = "0.1.0"
 
@@ -30,6 +33,8 @@ _WHERE = {
     "run_checked": "vtaps.running",
     "RunError": "vtaps.runtime.results.load",
     "RunResult": "vtaps.runtime.results.load",
+    "Verification": "vtaps.verification",
+    "verify": "vtaps.verifying",
 }
 
 

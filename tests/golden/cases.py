@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from vtaps import verification
 from vtaps.check import check_file
 from vtaps.compiling import compile_plan
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document
+from vtaps.spec.yaml import load
+from vtaps.verification import Verification
 
 GOLDEN = Path(__file__).parent
 DATA = GOLDEN.parent / "data"
@@ -33,3 +36,21 @@ def compile_here(spec: Path) -> tuple[Document, dict[str, str]]:
     compiled, wrong = compile_plan(result.plan)
     assert compiled is not None and not wrong
     return result.doc, compiled.files
+
+
+VERIFIED = """vtaps: 1
+model: {path: m}
+reads:
+  stream: {at: "resid_post[2, 3]", tokens: sampling}
+edits:
+  steer: {at: "resid_post[2]", tokens: sampling, add: {vector: v, scale: 8.0}}
+"""
+
+
+def verified(folder: Path, **found: object) -> Found:
+    """The findings of a verification of :data:`VERIFIED` that found this."""
+    (folder / "spec.yaml").write_text(VERIFIED, encoding="utf-8")
+    doc, _ = load("spec.yaml")
+    assert doc is not None
+    told = Verification("spec.yaml", "taps", "float32", "huggingface", "", 1e-4, 2, 2, **found)  # type: ignore[arg-type]
+    return verification.findings(told, doc), {doc.file: doc.text}

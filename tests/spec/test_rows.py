@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vtaps.runtime.reference.rows import holds
 from vtaps.spec.rows import OPEN, Facts, Rows, compile_rows, from_ranges, to_ranges
 
 P, N = 7, 5
@@ -78,35 +79,6 @@ def test_a_request_must_say_what_its_selectors_ask() -> None:
         compile_rows(Rows(match="gone"), FACTS)
     with pytest.raises(KeyError):
         compile_rows(Rows(after="gone"), FACTS)
-
-
-def holds(rows: Rows, facts: Facts, position: int, token: int) -> bool:
-    """The definition, one position at a time."""
-    p = facts.prompt
-    word = {
-        "all": True,
-        "prompt": position < p,
-        "sampling": position >= p - 1,
-        "generated": position >= p,
-    }[rows.word]
-    parts = [word]
-    if rows.steps is not None:
-        parts.append(any(a <= position - (p - 1) <= b for a, b in rows.steps))
-    if rows.positions is not None:
-        spans = [(a + p if a < 0 else a, b + p if b < 0 else b) for a, b in rows.positions]
-        parts.append(position < p and any(a <= position <= b for a, b in spans))
-    if rows.match is not None:
-        parts.append(any(a <= position < b for a, b in facts.matches[rows.match]))
-    if rows.ids is not None:
-        parts.append(token in rows.ids)
-    if rows.turn is not None:
-        parts.append(any(r == rows.turn and a + rows.skip <= position < b for r, a, b in facts.turns))
-    if rows.after is not None:
-        start, length = facts.overrides[rows.after]
-        parts.append(position >= p + start + length)
-    if rows.exclude is not None:
-        parts.append(not holds(rows.exclude, facts, position, token))
-    return all(parts)
 
 
 def ordered(low: int, high: int) -> st.SearchStrategy[tuple[int, int]]:

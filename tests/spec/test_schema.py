@@ -146,7 +146,7 @@ def _walk(node: Any, path: str = "") -> Any:
 
 
 def test_the_schema_is_one_and_uses_only_what_the_walker_knows() -> None:
-    for name in ("spec-v1", "lock-v1", "tree-v4", "run-v1"):
+    for name in ("spec-v1", "lock-v1", "tree-v4", "run-v1", "verify-v1"):
         Draft202012Validator.check_schema(load(f"{name}.schema.json"))
     Draft202012Validator.check_schema(spec_schema())
     for path, node in _walk(load("spec-v1.schema.json")):

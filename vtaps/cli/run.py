@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from vtaps.running import run_checked
 
     if not args.verbose:
-        _hush()
+        hush()
     result = check_file(args.spec)
     if result.plan is None:
         report(result.diagnostics, args.format, result.documents)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if outcome.ok else 3
 
 
-def _hush() -> None:
+def hush() -> None:
     """vLLM and torch warn about settings that this engine chose; errors still show."""
     import logging
     import os

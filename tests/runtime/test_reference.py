@@ -1,0 +1,168 @@
+"""The reference of ``vtaps verify``: nothing of the language is without one in silence, and its formulas by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, PointEdit, Program, SiteEntry
+from vtaps.runtime.records import ReadRows
+from vtaps.runtime.reference import kinds, known, places, verbs
+from vtaps.spec import spec
+from vtaps.spec.alias_tables import TABLES
+from vtaps.spec.rows import Rows
+
+SITE = SiteEntry("here", "m", None, None, None, None, 0, 4)
+
+
+def test_every_verb_has_a_formula_or_a_reason() -> None:
+    assert set(verbs.VERBS) == set(VERBS) == set(get_args(spec.Verb))
+    for formula in verbs.VERBS.values():
+        assert callable(formula) or formula.reason
+
+
+def test_every_read_and_metric_has_a_comparison_or_a_reason() -> None:
+    assert set(kinds.READS) == set(KINDS) == set(get_args(spec.ReadKind))
+    assert set(kinds.METRICS) == set(METRICS) == set(get_args(spec.MetricKind))
+    for comparison in (*kinds.READS.values(), *kinds.METRICS.values()):
+        assert callable(comparison) or comparison.reason
+
+
+def test_every_field_of_an_entry_is_understood_or_has_a_reason() -> None:
+    for entry, understood in known.KNOWN.items():
+        told = {field for one, field in known.NOT_CHECKED if one is entry}
+        assert {f.name for f in fields(entry)} == understood | told, entry
+        assert not understood & told
+    acting = {*Program.__annotations__} - {"folder", "structure", "block_digest", "block_lines", "spec_file", "mode",
+                                           "tap_memory", "forwards", "checked", "compiled"}  # fmt: skip
+    assert acting == {"sites", "edits", "reads", "overrides", "metrics", "vectors", "arms", "lens_norm"}
+
+
+def test_a_field_that_nobody_knows_is_no_silence() -> None:
+    @dataclass(frozen=True)
+    class Gated(EditEntry):
+        when: str | None = None
+
+    gated = Gated("zero", ("here",), Rows(), when="refuse")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known, "KNOWN", {**known.KNOWN, Gated: known.KNOWN[EditEntry]})
+        assert known.strange(gated) == "when is not known to the reference"
+        assert known.strange(replace(gated, when=None)) is None
+
+
+def test_every_alias_of_every_table_has_a_place() -> None:
+    assert set(places.FAMILIES) == set(TABLES)
+    for architecture, table in TABLES.items():
+        for alias, rule in table.rules.items():
+            name = f"{alias}[2]" if rule.layered or alias == "resid_pre" else alias
+            found = places.place_of(architecture, name)
+            assert found is not None and found[1] == (2 if name.endswith("[2]") else None), (architecture, name)
+
+
+def test_what_is_no_alias_has_no_place() -> None:
+    for name in ("model.layers.3.mlp.gate_up_proj", "resid_post", "logits", "resid_post[x]"):
+        assert places.place_of("LlamaForCausalLM", name) is None or name == "resid_post"
+    assert places.place_of("OPTForCausalLM", "embed") is None
+
+
+def use(verb: Any, vectors: dict[str, list[float]] | None = None, columns: Any = None, **more: Any) -> verbs.Use:
+    """One edit of ``[n, 4]`` whose vectors are these."""
+
+    class Given(Program):
+        def load_vector(self, name: str, site: SiteEntry) -> Any:
+            return np.array((vectors or {})[name], np.float32)
+
+        def load_affine(self, names: Any, site: SiteEntry) -> Any:
+            down, up, *bias = (np.array((vectors or {})[name], np.float32) for name in names)
+            return down[None], up[None], bias[0] if bias else np.zeros(1, np.float32)
+
+    edit = EditEntry(
+        verb, ("here",), Rows(), tuple(more.pop("directions", ())), more.pop("keep_norm", False),
+        tuple(more.pop("matrices", ())),
+    )  # fmt: skip
+    point = PointEdit("e", ("here",), more.pop("c", None), more.pop("vector", None), more.pop("low", None),
+                      more.pop("high", None))  # fmt: skip
+    program = Given(Path(), "", "", {}, "", {"here": SITE}, {}, {}, {}, {}, {}, {}, None)
+    return verbs.Use(program, edit, point, SITE, columns)
+
+
+V = {"v": [0.0, 4.0, 0.0, 0.0], "w": [3.0, 0.0, 4.0, 0.0], "b": [2.0]}
+CASES: dict[str, tuple[verbs.Use, list[float], list[float]]] = {
+    "add": (use("add", V, c=0.5, vector="v"), [1, 1, 1, 1], [1, 3, 1, 1]),
+    "add, some columns": (use("add", V, ((0, 1), (3, 4)), c=1.0, vector="w"), [1, 1, 1, 1], [4, 1, 1, 1]),
+    "keep_norm": (use("add", V, c=1.0, vector="v", keep_norm=True), [0, -3, 0, 4], [0, 5 / 17**0.5, 0, 20 / 17**0.5]),
+    "keep_norm of a cancelled row": (use("add", V, c=-1.0, vector="v", keep_norm=True), [0, 4, 0, 0], [0, 0, 0, 0]),
+    "scale": (use("scale", c=-2.0), [1, 0, -3, 2], [-2, 0, 6, -4]),
+    "zero": (use("zero", None, ((1, 3),)), [1, 2, 3, 4], [1, 0, 0, 4]),
+    "set": (use("set", V, c=0.25, vector="v"), [9, 9, 9, 9], [0, 1, 0, 0]),
+    "project_out": (use("project_out", V, c=1.0, directions=["w"]), [5, 1, 0, 2], [5 - 1.8, 1, -2.4, 2]),
+    "project_out of two": (use("project_out", V, c=1.0, directions=["w", "v"]), [5, 1, 0, 2], [3.2, 0, -2.4, 2]),
+    "project_out by half": (use("project_out", V, c=0.5, directions=["v"]), [5, 1, 0, 2], [5, 0.5, 0, 2]),
+    "project_out in columns": (use("project_out", V, ((0, 2),), c=1.0, directions=["w"]), [5, 1, 7, 2], [0, 1, 7, 2]),
+    "clamp below": (use("clamp", V, vector="v", high=0.5), [1, 2, 3, 4], [1, 0.5, 3, 4]),
+    "clamp within": (use("clamp", V, vector="v", low=-1.0, high=3.0), [1, 2, 3, 4], [1, 2, 3, 4]),
+    "clamp up": (use("clamp", V, vector="w", low=10.0), [0, 0, 0, 0], [6, 0, 8, 0]),
+    "affine": (use("affine", V, c=2.0, matrices=["w", "v", "b"]), [1, 0, 1, 0], [1, 2 * (7 + 2) * 4, 1, 0]),
+    "affine, no bias": (use("affine", V, c=1.0, matrices=["v", "w"]), [0, 1, 0, 0], [12, 1, 16, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_formula_by_hand(name: str) -> None:
+    asked, before, after = CASES[name]
+    rows = np.array([before, before], np.float32)
+    np.testing.assert_allclose(verbs.change(asked)(rows), [after, after], atol=1e-12)
+
+
+def test_every_formula_is_tried() -> None:
+    assert {u.edit.verb for u, _, _ in CASES.values()} == {v for v, f in verbs.VERBS.items() if callable(f)}
+
+
+def test_a_verb_without_a_formula_is_no_change() -> None:
+    with pytest.raises(KeyError):
+        verbs.change(use("python"))
+
+
+def test_errors_are_of_the_size_of_the_row() -> None:
+    want = np.array([[100.0, 1.0], [1.0, 0.5]])
+    got = want + np.array([[0.0, 1.0], [0.5, 0.0]])
+    np.testing.assert_allclose(kinds.apart(got, want, kinds.largest(want)), [0.01, 0.5])
+    assert kinds.apart(np.ones((1, 2)), want, kinds.largest(want)).tolist() == [np.inf, np.inf]
+    assert kinds.apart(want * np.nan, want, kinds.largest(want)).tolist() == [np.inf, np.inf]
+    # A row of zeros has no size: anything else there is wrong.
+    assert kinds.apart(np.array([[0.0], [1e-9]]), np.zeros((2, 1)), np.zeros(2)).tolist() == [0, np.inf]
+
+
+def test_a_lens_that_left_a_token_out_is_off_by_its_lead() -> None:
+    logits = np.array([[1.0, 4.0, 3.0, 2.0]])
+    read = spec_read("lens", top=2)
+
+    def told(ids: list[int]) -> Any:
+        chosen = np.array([ids], np.int32)
+        total = np.log(np.exp(logits).sum(1))
+        values = {"ids": chosen, "logits": np.take_along_axis(logits, chosen.astype(int), 1), "logsumexp": total}
+        return compare(ReadRows(np.array([5]), values, "float32"), logits, read)
+
+    compare: Any = kinds.READS["lens"]
+    assert told([1, 2])[0] < 1e-12
+    assert told([1, 3])[0] == pytest.approx(1 / 4)
+
+
+def spec_read(kind: Any, **more: Any) -> kinds.Context:
+    from vtaps.runtime.program import ReadEntry
+
+    entry = ReadEntry(kind, ("here",), Rows(), **more)
+    return kinds.Context(use("zero").program, entry, SITE, lambda rows: rows, np.ones(1))
+
+
+@pytest.mark.parametrize("rank, off", [(0, 1.0), (1, 0.0), (3, 2.0)])
+def test_a_rank_is_off_by_the_logits_between(rank: int, off: float) -> None:
+    from vtaps.runtime.program import MetricEntry
+
+    entry = MetricEntry("rank", (2,), Rows())
+    distance: Any = kinds.METRICS["rank"]
+    assert distance(np.array([float(rank)]), np.array([[1.0, 4.0, 3.0, 2.0]]), entry).tolist() == [off]
