@@ -45,7 +45,7 @@ def structure(plan: Plan) -> str:
         for s in location.statements:
             if s.kind == "edit":
                 edit = plan.edits[s.name]
-                own: list[Any] = [edit.edit.verb, verbs.VERSIONS[edit.edit.verb], edit.columns]
+                own: list[Any] = [edit.edit.operation, verbs.VERSIONS[edit.edit.operation], edit.columns]
                 own += [len(edit.edit.vectors)] if edit.edit.vectors else []
                 own += ["keep_norm"] if edit.edit.keep_norm else []
                 done.append(own)
@@ -113,7 +113,7 @@ def _function(location: LocationPlan, plan: Plan, taken: set[str]) -> cst.Functi
         if s.kind == "edit":
             edit = plan.edits[s.name]
             comment = f"edits.{s.name}: {one_line(edit_of(edit.edit))}"
-            body.append(nodes.statement(verbs.VERBS[edit.edit.verb](edit, values), comment))
+            body.append(nodes.statement(verbs.VERBS[edit.edit.operation](edit, values), comment))
         else:
             read = plan.reads[s.name]
             comment = f"reads.{s.name}: {one_line(read_of(read.read))}"
@@ -132,7 +132,7 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = {"add", "scale", "zero", "set_", "project_out", "clamp", "affine", "python"}
+EDIT_CALLS = {"add", "scale", "zero", "set_", "put", "project_out", "clamp", "affine", "python"}
 
 
 def statements_of(source: str) -> dict[int, tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, EditPlan, LocationPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
 from vtaps.spec.vector_use import definition
@@ -68,13 +68,14 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         **_forwards(plan),
         "edits": {
             name: {
-                "verb": p.edit.verb,
+                "verb": p.edit.operation,
                 "sites": [s.name for s in p.sites],
                 "columns": None if p.columns is None else [list(c) for c in p.columns],
                 "tokens": p.edit.tokens.to_json(),
                 **({"vectors": list(p.edit.vectors)} if p.edit.vectors else {}),
                 **({"keep_norm": True} if p.edit.keep_norm else {}),
                 **({"matrices": list(p.edit.matrices)} if p.edit.matrices else {}),
+                **_rows(p, plan),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
@@ -122,6 +123,15 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         "arms": {name: _arm(p) for name, p in plan.arms.items()},
         "outside": dict(plan.outside),
     }
+
+
+def _rows(edit: EditPlan, plan: Plan) -> dict[str, Any]:
+    """Whose rows an edit sets, and how many."""
+    rows = edit.edit.rows
+    if rows is None or edit.source is None:
+        return {}
+    run = {} if rows.run is None else {"run": rows.run, "digest": plan.outside.get(rows.run)}
+    return {"rows": {**run, "arm": rows.arm, "read": rows.read, "slots": edit.source.slots}}
 
 
 def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:
@@ -177,6 +187,7 @@ def _arm(plan: ArmPlan) -> dict[str, Any]:
                         "coefficient": e.coefficient,
                         "vector": e.vector,
                         **({} if (e.low, e.high) == (None, None) else {"min": e.low, "max": e.high}),
+                        **({} if e.position is None else {"position": e.position}),
                     }
                     for e in point.edits
                 ],

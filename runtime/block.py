@@ -21,12 +21,12 @@ from typing import Literal
 from torch import Tensor
 
 __all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "keep", "lens", "mean", "norm",
-           "project", "project_out", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
+           "project", "project_out", "put", "python", "python_read", "scale", "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
+EditVerb = Literal["add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "python"]
 ReadKind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 
 
@@ -148,6 +148,11 @@ def zero(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, c
 def set_(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
     """stream = coefficient · vector."""
     t.notes.append(Note(name, verb="set", columns=columns))
+
+
+def put(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+    """stream = the row of the edit's source at the same position."""
+    t.notes.append(Note(name, verb="put", columns=columns))
 
 
 def project_out(

@@ -28,6 +28,7 @@ from vtaps.runtime.kernels import (
     LIVE,
     PROJECT_OUT,
     PROOF,
+    PUT,
     SCALE,
     SET,
     WORDS,
@@ -40,13 +41,14 @@ from vtaps.runtime.kernels import (
 from vtaps.runtime.live import TableError
 from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
+from vtaps.runtime.patches import memories
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
 from vtaps.spec.slots import GATHERED_BYTES, slot_count
 from vtaps.spec.vectors import VectorError, directions
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP,
-         "affine": AFFINE}  # fmt: skip
+         "affine": AFFINE, "put": PUT}  # fmt: skip
 
 
 @dataclass
@@ -72,6 +74,8 @@ class Axis:
         host[: self.dirty] = 0
         for fill in edits:
             host[fill.rows, self.columns["edit", fill.name]] = fill.points
+            if fill.slots is not None:
+                host[fill.rows, self.columns["slot", fill.name]] = fill.slots
             host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
         for fill, start in reads:
@@ -133,6 +137,7 @@ class Boards:
             self._slots = slots(program, limits, str(dtype).removeprefix("torch."))
         except TapMemoryError as error:
             raise LockError("engine.tap_memory", str(error)) from error
+        self.patches = memories(program, dtype, device)
         self.tokens = self._axis(False, limits.rows)
         self.requests = self._axis(True, limits.requests)
 
@@ -169,6 +174,8 @@ class Boards:
         for notes in mine.values():
             for note in notes:
                 columns.setdefault(("edit" if note.verb else "read", note.name), len(columns) + 1)
+                if note.verb == "put":
+                    columns.setdefault(("slot", note.name), len(columns) + 1)
         if not names:
             rows = 0
         host = np.zeros((rows, 1 + len(columns)), np.int32)
@@ -236,6 +243,10 @@ class Boards:
             for a, b in note.columns:
                 chosen[a:b] = 1
             mask = self._put(chosen)
+        if edit.verb == "put":
+            memory, part = self.patches[note.name].place(site.name)
+            board.set_put(row, memory, part, self._put(index), mask)
+            return Statement(PUT, column, row, mask is not None)
         limits = self._put(bounds) if edit.verb == "clamp" else None
         up = bias = None
         rank = max(1, len(edit.vectors))
@@ -329,6 +340,7 @@ class Boards:
             mine.board.adopt(its.board)
             mine.columns, mine.rings = its.columns, its.rings
         self.program, self.notes, self._slots = other.program, other.notes, other._slots
+        self.patches = other.patches
 
     def clear(self) -> None:
         """Select nothing: dummy runs, and the lens, see a model without a block."""

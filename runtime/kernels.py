@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 """What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient,
 s = x + r in float32, and u orthonormal vectors:
 
@@ -34,8 +34,9 @@ s = x + r in float32, and u orthonormal vectors:
 | PROJECT_OUT | | s − Σ c · (s · u) · u | 0 |
 | CLAMP | | s + (clip(s · u, low, high) − s · u) · u; left alone within the bounds | 0 |
 | AFFINE | | s + Σ c · (s · a + bias) · b, over the pairs of vectors a and b | 0 |
+| PUT | | the row of a patch memory, to the bit | 0 |
 
-The last four sum over a row: lengths and products in float32, over the columns of the statement's mask.
+ADD_KEEP … AFFINE sum over a row: lengths and products in float32, over the columns of the statement's mask.
 """
 
 KEEP: Final[Code] = 0
@@ -48,6 +49,7 @@ ADD_KEEP: Final[Code] = 6
 PROJECT_OUT: Final[Code] = 7
 CLAMP: Final[Code] = 8
 AFFINE: Final[Code] = 9
+PUT: Final[Code] = 10
 
 DIRECTIONS: Final = 16
 """PROJECT_OUT takes at most as many vectors; the language's schema says so too."""
@@ -77,7 +79,7 @@ class Statement:
 
     ``column`` (≥ 1) of the row table drives it; ``descriptor`` is its row of :attr:`Board.descriptors`; ``masked``: an
     edit of only those columns where the descriptor's mask is not 0; ``rank``: how many vectors PROJECT_OUT
-    takes, or pairs AFFINE.
+    takes, or pairs AFFINE.  PUT has the next column too.
     """
 
     code: Code
@@ -136,7 +138,7 @@ class LocationProgram:
     @cached_property
     def sums(self) -> bool:
         """Whether a statement looks at a row as a whole."""
-        return any(s.code > SET for s in self.statements)
+        return any(SET < s.code < PUT for s in self.statements)
 
     @cached_property
     def started(self) -> dict[tuple[Any, ...], Any]:
@@ -158,7 +160,8 @@ class Board:
     """What the launches of one worker read, all on the model's device.
 
     ``rows``: int32 ``[max_rows, 1 + columns]``.  Column 0 is the row's state; the others are 0 where their statement
-    has nothing to do, else the 1-based point of an edit or the 1-based slot of a read.
+    has nothing to do, else the 1-based point of an edit or the 1-based slot of a read.  The column after that of PUT
+    is the 1-based slot that it takes the row from.
 
     ``descriptors``: int64 ``[n, WORDS]``; addresses are data, so that a table may move without a new graph.
 
@@ -166,7 +169,9 @@ class Board:
       where the point does not edit at this location; entry 0 is never used); of the vectors, float32 ``[n, width]`` (of
       PROJECT_OUT ``[n · rank, width]``), or 0; of the mask, uint8 ``[width]``, or 0; of CLAMP's bounds, float32
       ``[2, points + 1]``, or 0; how long each of them is; of AFFINE's b like the vectors, or 0; of its bias, or 0;
-    - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part.
+    - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part;
+    - PUT: address of the memory; the vector index, as of an edit (0 where it acts); elements from slot to slot; the
+      mask, or 0; elements from a slot's start to this location's part.
 
     ``seen``: int32 ``[locations]``, the launches so far.
 
@@ -240,6 +245,26 @@ class Board:
             raise IndexError(f"site {site} of memory with {memory.shape[1]}")
         width = memory.shape[2]
         self._write(row, [memory.data_ptr(), memory.shape[1] * width, site * width], [memory])
+
+    def set_put(self, row: int, memory: Tensor, site: int, vector_index: Tensor, mask: Tensor | None = None) -> None:
+        """Point descriptor ``row`` at part ``site`` of the patch memory ``[slots, sites, width]`` in the model's
+        dtype; ``vector_index`` int32 ``[points + 1]`` and ``mask`` uint8 ``[width]`` as of :meth:`set_edit`.
+
+        Slots are not compared with ``memory`` in a launch.  Raises ValueError for a tensor that the kernel could not
+        read, IndexError for a site that the memory lacks.
+        """
+        self._check("memory", memory, 3)
+        self._check("vector_index", vector_index, 1)
+        if not 0 <= site < memory.shape[1]:
+            raise IndexError(f"site {site} of memory with {memory.shape[1]}")
+        width = memory.shape[2]
+        if mask is not None:
+            self._check("mask", mask, 1)
+            if mask.shape[0] != width:
+                raise ValueError(f"the mask is {mask.shape[0]} wide and the memory {width}")
+        words = [memory.data_ptr(), vector_index.data_ptr(), memory.shape[1] * width]
+        words += [0 if mask is None else mask.data_ptr(), site * width]
+        self._write(row, words, [t for t in (memory, vector_index, mask) if t is not None])
 
     def adopt(self, other: Board) -> None:
         """Point the descriptors where those of ``other``, of as many, point, and keep alive what they name."""

@@ -28,6 +28,7 @@ SET = tl.constexpr(kernels.SET)
 ADD_KEEP = tl.constexpr(kernels.ADD_KEEP)
 PROJECT_OUT = tl.constexpr(kernels.PROJECT_OUT)
 AFFINE = tl.constexpr(kernels.AFFINE)
+PUT = tl.constexpr(kernels.PUT)
 WORDS = tl.constexpr(kernels.WORDS)
 MOST = tl.constexpr(kernels.DIRECTIONS)
 PROOF = tl.constexpr(kernels.PROOF)
@@ -79,6 +80,9 @@ def tap(
             index = tl.load(descriptors + words[i] // 2 % DESCRIPTORS * WORDS + 1).to(tl.pointer_type(tl.int32))
             chosen = tl.load(index + value, mask=(value > 0) & (state != PROOF), other=-1)
             active = chosen >= 0
+            if CODES[i] == PUT:
+                chosen = tl.load(table + words[i] // (2 * DESCRIPTORS) + 1, mask=active, other=0) - 1
+                active = chosen >= 0
             edited |= active
             if CODES[i] > ADD:
                 replaced |= active
@@ -111,7 +115,12 @@ def tap(
             if MASKED[i]:
                 mask = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(tl.uint8)), 16)
                 here = here & (tl.load(mask + cols, mask=here, other=0) != 0)
-            if CODES[i] > SET:
+            if CODES[i] == PUT:
+                memory = tl.multiple_of(tl.load(place).to(tl.pointer_type(dtype)), 16)
+                slot = found[i][2].to(tl.int64) * tl.multiple_of(tl.load(place + 2), ALIGN)
+                offset = tl.multiple_of(tl.load(place + 4), ALIGN)
+                new = tl.load(memory + slot + offset + cols, mask=here, other=0.0)
+            elif CODES[i] > SET:
                 total = h.to(tl.float32)
                 if residual is not None:
                     total += r.to(tl.float32)

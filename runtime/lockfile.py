@@ -142,7 +142,8 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     matrices = tuple(data.get("matrices") or ())
     if verb == "affine" and not 2 <= len(matrices) <= 3:
         raise ValueError("affine has no down and up")
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python)
+    slots = int(data["rows"]["slots"]) if verb == "put" else 0
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, bool(data.get("keep_norm")), matrices, python, slots)
 
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
@@ -176,7 +177,15 @@ def _metric(name: str, data: Mapping[str, Any]) -> MetricEntry:
 def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
     def uses(point: Mapping[str, Any]) -> tuple[PointEdit, ...]:
         found = (
-            PointEdit(e["edit"], tuple(e["sites"]), e.get("coefficient"), e.get("vector"), e.get("min"), e.get("max"))
+            PointEdit(
+                e["edit"],
+                tuple(e["sites"]),
+                e.get("coefficient"),
+                e.get("vector"),
+                e.get("min"),
+                e.get("max"),
+                e.get("position"),
+            )
             for e in point.get("edits") or ()
         )
         # An identity touches no row: its vector may even be NaN.

@@ -8,12 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
+import numpy as np
+
+from vtaps.runtime.patch_rows import patches_of
+from vtaps.spec.rows import OPEN, Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "python"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "python")
-WITHOUT_COEFFICIENT = ("zero", "clamp", "python")
+Verb = Literal["add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "python"]
+VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "python")
+WITHOUT_COEFFICIENT = ("zero", "put", "clamp", "python")
 USES_VECTOR = ("add", "set", "clamp")
 Kind = Literal["rows", "mean", "norm", "project", "lens", "python"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "lens", "python")
@@ -66,7 +69,7 @@ class ForwardEntry:
 @dataclass(frozen=True)
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
-    file, the function in it, the file's sha256."""
+    file, the function in it, the file's sha256; ``slots``: how many rows the memory of ``put`` holds."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -75,6 +78,7 @@ class EditEntry:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str, str | None] | None = None
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,16 @@ class MetricEntry:
 
 @dataclass(frozen=True)
 class PointEdit:
+    """``position``: the only one of its rows that the point edits, None for all of them."""
+
     edit: str
     sites: tuple[str, ...]
     coefficient: float | None
     vector: str | None
     low: float | None = None
     high: float | None = None
+    # Which row it is stands in the row table: uses that differ in it alone are one.
+    position: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -184,16 +192,32 @@ class Program:
         return points[point]
 
     def compile(self, arm: str, point: int, prompt: int, asked: Mapping[str, Any]) -> Compiled:
-        """The selectors of one request of ``prompt`` tokens; ``asked`` holds its ``matches`` and ``turns``.
+        """The selectors of one request of ``prompt`` tokens; ``asked``: its ``matches``, ``turns`` and ``patches``.
 
         Raises LockError.
         """
         key = None if asked.get("matches") or asked.get("turns") else (arm, point, prompt)
-        if key is None:
-            return self._compile(arm, point, prompt, asked)
-        if key not in self.compiled:
-            self.compiled[key] = self._compile(arm, point, prompt, asked)
-        return self.compiled[key]
+        compiled = None if key is None else self.compiled.get(key)
+        if compiled is None:
+            compiled = self._compile(arm, point, prompt, asked)
+        if key is not None:
+            self.compiled[key] = compiled
+        if any(self.edits[use.edit].verb == "put" for use, _ in compiled.edits):
+            self._check_patches(compiled, prompt, asked)
+        return compiled
+
+    def _check_patches(self, compiled: Compiled, prompt: int, asked: Mapping[str, Any]) -> None:
+        """Raises LockError where a request would have a row set that is in no slot."""
+        patches = patches_of(asked)
+        for use, which in compiled.edits:
+            selection, patch = compiled.selections[which], patches.get(use.edit)
+            if self.edits[use.edit].verb != "put" or not selection.intervals:
+                continue
+            if patch is None:
+                raise LockError(f"edits.{use.edit}", "it sets rows, and this request has no source for them")
+            # Which rows hold an id is known at the step, which looks again.
+            if selection.by_position and patch.slots(selection.select(0, np.zeros(prompt, np.int64))) is None:
+                raise LockError(f"edits.{use.edit}", "it sets rows, and this request has no source for some of them")
 
     def _compile(self, arm: str, point: int, prompt: int, asked: Mapping[str, Any]) -> Compiled:
         chosen = self.point(arm, point)
@@ -206,20 +230,26 @@ class Program:
             turns=[(str(role), int(a), int(b)) for role, a, b in asked.get("turns") or ()],
             overrides={n: (s, len(self.overrides[n].ids)) for n, s in chosen.overrides.items()},
         )
-        index: dict[Rows, int] = {}
+        index: dict[tuple[Rows, Interval], int] = {}
         selections: list[Selection] = []
 
-        def use(rows: Rows, where: str) -> int:
-            if rows not in index:
+        def use(rows: Rows, where: str, within: Interval = (0, OPEN)) -> int:
+            if (rows, within) not in index:
                 try:
-                    selections.append(compile_rows(rows, facts))
+                    found = compile_rows(rows, facts)
                 except KeyError as error:
                     raise LockError(where, f"the request says nothing of {error}") from error
-                index[rows] = len(selections) - 1
-            return index[rows]
+                selections.append(found.within(within))
+                index[rows, within] = len(selections) - 1
+            return index[rows, within]
+
+        def edited(edit: PointEdit) -> int:
+            entry, last = self.edits[edit.edit], OPEN if self.edits[edit.edit].verb != "put" else prompt
+            within = (0, last) if edit.position is None else (edit.position, min(edit.position + 1, last))
+            return use(entry.tokens, f"edits.{edit.edit}", within)
 
         return Compiled(
-            edits=tuple((e, use(self.edits[e.edit].tokens, f"edits.{e.edit}")) for e in chosen.edits),
+            edits=tuple((e, edited(e)) for e in chosen.edits),
             reads=tuple((r, use(self.reads[r].tokens, f"reads.{r}")) for r in entry.reads),
             metrics=tuple((m, use(self.metrics[m].tokens, f"metrics.{m}")) for m in entry.metrics),
             overrides=tuple((start, self.overrides[n].ids) for n, start in chosen.overrides.items()),

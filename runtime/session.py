@@ -352,6 +352,10 @@ class Session:
 
     # -- results
 
+    def patch(self, name: str, first: int, payload: bytes) -> None:
+        """Fill slots of the memory of an edit that sets rows; see :meth:`PatchMemory.write`.  Raises LockError."""
+        self.boards.patches[name].write(name, first, payload)
+
     def collect(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Record]]:
         """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError, SpoolError."""
         return [(key, record_of(found)) for key, found in self.hand_over(wanted)]

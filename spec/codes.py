@@ -49,6 +49,8 @@ CODES: dict[str, Code] = {
     "VT215": Code("a sweep path names nothing"),
     "VT216": Code("the op cannot be tapped"),
     "VT217": Code("every module output is not for this verb"),
+    "VT218": Code("an arm does not have what another one needs of it"),
+    "VT219": Code("arms need each other in a circle"),
     # 3xx meaning
     "VT301": Code("width mismatch"),
     "VT302": Code("heads do not fit"),
@@ -73,6 +75,10 @@ CODES: dict[str, Code] = {
     "VT322": Code("a Python function cannot be used"),
     "VT323": Code("a vector has no direction of its own"),
     "VT324": Code("the bounds do not fit"),
+    "VT325": Code("paired prompts differ in length"),
+    "VT326": Code("a prompt has no pair"),
+    "VT327": Code("the rows cannot be set from there"),
+    "VT328": Code("the source has several requests a prompt"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -10,7 +10,7 @@ import yaml
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.sizes import exact
-from vtaps.spec.spec import MATRICES, Arm, At, Edit, Metric, Override, PromptGroup, Read, Spec, Vector
+from vtaps.spec.spec import MATRICES, Arm, At, Edit, Metric, Override, PromptGroup, Read, RowsOf, Spec, Vector
 from vtaps.spec.yaml import scalar
 
 
@@ -151,6 +151,8 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["vector"] = edit.vector
     if edit.vectors:
         body["vectors"] = list(edit.vectors)
+    if edit.rows is not None:
+        body["rows"] = rows_from(edit.rows)
     body |= dict(zip(MATRICES, edit.matrices, strict=False))
     if edit.low is not None:
         body["min"] = edit.low
@@ -166,6 +168,13 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["dims"] = written(edit.dims)
     said = _Flow(body) if edit.python is None else ":".join(edit.python)
     return {"at": _at(edit.at), "tokens": rows_of(edit.tokens), edit.verb: said}
+
+
+def rows_from(rows: RowsOf) -> Any:
+    """``clean.stream``, or with the folder of a run."""
+    if rows.run is None:
+        return f"{rows.arm}.{rows.read}"
+    return _Flow({"run": rows.run, "arm": rows.arm, "read": rows.read})
 
 
 def read_of(read: Read) -> dict[str, Any]:

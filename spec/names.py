@@ -42,6 +42,10 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
             yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")
         for key, vector in zip(MATRICES, edit.matrices, strict=False):
             yield "vectors", vector, (*edit.where, edit.verb, key)
+        if edit.rows is not None and edit.rows.run is None:
+            at = (*edit.where, edit.verb, "rows")
+            yield "arms", edit.rows.arm, at
+            yield "reads", edit.rows.read, at
         for i, vector in enumerate(edit.vectors):
             yield "vectors", vector, (*edit.where, edit.verb, "vectors", i)
     for read in spec.reads.values():

@@ -25,6 +25,7 @@ from vtaps.spec.spec import (
     PromptFile,
     PromptGroup,
     Read,
+    RowsOf,
     Spec,
     Vector,
 )
@@ -153,7 +154,7 @@ def _word(text: str) -> Any:
 def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
-    coefficient = body.get("scale", 1.0) if verb in SCALED else body.get("by")
+    coefficient = body.get("scale", 1.0) if verb in SCALED and "rows" not in body else body.get("by")
     return Edit(
         name=name,
         where=where,
@@ -170,7 +171,15 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         keep_norm=bool(body.get("keep_norm")),
         matrices=tuple(body[key] for key in MATRICES if key in body),
         python=_function(data["python"]) if verb == "python" else None,
+        rows=_rows_of(body["rows"]) if "rows" in body else None,
     )
+
+
+def _rows_of(data: str | Mapping[str, str]) -> RowsOf:
+    if isinstance(data, str):
+        arm, _, read = data.partition(".")
+        return RowsOf(arm, read)
+    return RowsOf(data["arm"], data["read"], data["run"])
 
 
 def _function(text: str) -> tuple[str, str]:

@@ -30,7 +30,9 @@ from vtaps.spec.python_use import check_functions
 from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
+from vtaps.spec.sources import check_patches, plan_sources
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
+from vtaps.spec.stages import plan_stages
 from vtaps.spec.tokens import Tokens
 from vtaps.spec.tree import ModelTree, Site
 from vtaps.spec.vector_use import check_vectors
@@ -75,7 +77,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         if digest := _digest(context.tokens.folder / name):
             outside[f"model:{name}"] = digest
     outside |= check_functions(edits, reads, doc, found)
-    arms = plan_arms(spec, edits, overrides, doc, found)
+    arms = plan_arms(spec, edits, overrides, prompts, doc, found)
     locations = plan_locations(spec, edits, reads, arms, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
@@ -85,11 +87,15 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
         return None, found
+    edits = plan_sources(spec, edits, reads, arms, prompts, doc, found)
+    stages = plan_stages(spec, doc, found)
+    if has_errors(found):
+        return None, found
     reads = {
         name: replace(
             p,
-            step_rows=step_rows(p.read.tokens, readings(name, arms, prompts, overrides)),
-            requests=sum(one.n for one in readings(name, arms, prompts, overrides)),
+            step_rows=step_rows(p.read.tokens, readings(name, arms, edits, prompts, overrides)),
+            requests=sum(one.n for one in readings(name, arms, edits, prompts, overrides)),
         )
         for name, p in reads.items()
     }
@@ -101,8 +107,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         dimensions=tree.dimensions,
         final_norm=final_norm(tree),
     )
-    if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
-        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode)
+    held = any(p.source is not None for p in edits.values())
+    if mode == "taps" or held or any(p.read.where in every and p.requests for p in reads.values()):
+        patched = check_patches(spec, edits, facts.dtype, doc, found)
+        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode, patched)
         if has_errors(found):
             return None, found
     plan = Plan(
@@ -110,6 +118,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
         context.everywhere if every else None,
+        stages,
     )  # fmt: skip
     return plan, found
 

@@ -65,6 +65,15 @@ class At:
     wheres: tuple[NodePath, ...]
 
 
+@dataclass(frozen=True)
+class RowsOf:
+    """The rows that a read keeps in an arm of this run, or of a finished one in the folder ``run``."""
+
+    arm: str
+    read: str
+    run: str | None = None
+
+
 MATRICES = ("down", "up", "bias")
 """The fields of ``affine`` that name tensors, in the order of :attr:`Edit.matrices`."""
 
@@ -74,7 +83,8 @@ class Edit:
     """``coefficient`` is ``scale`` of ``add``, ``set``, ``project_out`` and ``affine`` and ``by`` of ``scale``; None
     elsewhere.  ``vectors`` are the directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``;
     ``matrices`` the names of ``affine``: down, up and bias, if it has one; ``keep_norm`` is of ``add``.  ``heads`` and
-    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function)."""
+    ``dims`` are inclusive ranges, None for all.  ``python``: (file, function).  ``rows``: what ``set`` takes in place
+    of a vector."""
 
     name: str
     where: NodePath
@@ -91,6 +101,12 @@ class Edit:
     keep_norm: bool = False
     matrices: tuple[str, ...] = ()
     python: tuple[str, str] | None = None
+    rows: RowsOf | None = None
+
+    @property
+    def operation(self) -> str:
+        """What a block does for it: the verb, or ``put`` where ``set`` takes rows."""
+        return self.verb if self.rows is None else "put"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from vtaps.compiling import Compiled, compile_plan
 from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.results.folder import RunFolder
 from vtaps.runtime.results.reads import ShapeError
+from vtaps.spec.arms import points_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
 from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import match_texts
+from vtaps.staging import Sources, batches, key_of
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ def requests_of(plan: Plan) -> Iterator[Request]:
         arms = [(name, arm, _match_texts(plan, name)) for name, arm in plan.arms.items() if group in arm.prompts]
         for prompt in prompts:
             for name, arm, texts in arms:
-                for i in range(len(arm.points)):
+                for i, _ in points_of(arm, plan.edits, prompt):
                     yield Request(
-                        key=f"{group}/{prompt.id}/{name}/{i}",
+                        key=key_of(group, prompt.id, name, i),
                         arm=name,
                         point=i,
                         group=group,
@@ -154,9 +156,11 @@ def _serve(
                     lock, result.doc.folder, block, Path(scratch), watch.tell, in_process=in_process, spool=folder.spool
                 ) as engine:
                     report = {**engine.report, "requests": len(waiting)}
-                    for finished in engine.run(waiting, sampling_of, refused):
-                        found += [d for d in folder.add(finished) if d.code != "VT604"]
-                        watch.step(finished)
+                    sources = Sources(plan, folder, engine, failed)
+                    for batch in batches(plan, waiting):
+                        for finished in engine.run(sources.ready(batch), sampling_of, refused):
+                            found += [d for d in folder.add(finished) if d.code != "VT604"]
+                            watch.step(finished)
         except EngineError as error:
             where = _definition(error.message, result.doc)
             return Outcome(None, [*found, Diagnostic(error.code, error.message, where)], resumed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vtaps.spec.arms import points_of
 from vtaps.spec.budget import readings, slots_of, without_ids
 from vtaps.spec.expand import written
 from vtaps.spec.layers import collapsed
@@ -11,6 +12,7 @@ from vtaps.spec.selectors import facts_of
 from vtaps.spec.serving import between_all_reduce_and_norm
 from vtaps.spec.sizes import human
 from vtaps.spec.slots import ITEM_BYTES
+from vtaps.spec.sources import patch_bytes
 from vtaps.spec.spec import Edit
 from vtaps.spec.tree import Site
 
@@ -26,7 +28,7 @@ BREAK_PRICE = "10 µs"
 
 def describe(plan: Plan) -> str:
     """Requests, locations, the engine and why, and how many bytes each read will take at most."""
-    requests = sum(len(a.points) * len(plan.prompts[g]) for a in plan.arms.values() for g in a.prompts)
+    requests = sum(_requests(plan, name) for name in plan.arms)
     lines = [
         f"{plan.spec.file}: ok",
         f"  model     {plan.spec.model.path} ({plan.tree.architecture}, {plan.tree.dtype}, vLLM {plan.tree.vllm})",
@@ -37,6 +39,7 @@ def describe(plan: Plan) -> str:
     ]
     for name, edit in plan.edits.items():
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}")
+        lines += _set_from(plan, name)
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
         rows, size = read_size(plan, name, read)
@@ -122,6 +125,17 @@ def _fusion(plan: Plan, name: str) -> list[str]:
     ]
 
 
+def _set_from(plan: Plan, name: str) -> list[str]:
+    """Whose rows an edit sets, and what they take."""
+    edit = plan.edits[name]
+    rows, source = edit.edit.rows, edit.source
+    if rows is None or source is None:
+        return []
+    size, run = human(patch_bytes(edit, plan.tree.dtype)), f" of {rows.run}" if rows.run is not None else ""
+    told = f"{_count(source.slots, 'row')} of {_count(len(source.blocks), 'prompt')}, {size} of the device"
+    return [f"            to rows of {rows.arm}.{rows.read}{run}: {told}"]
+
+
 def _narrowed(edit: Edit) -> str:
     """`` heads 0, 3..5 dims 0..7``: what narrows an edit."""
     return "".join(
@@ -137,8 +151,16 @@ def _count(number: int, what: str) -> str:
 
 def _arm(plan: Plan, name: str) -> str:
     arm = plan.arms[name]
-    prompts = sum(len(plan.prompts[g]) for g in arm.prompts)
+    prompts, served = sum(len(plan.prompts[g]) for g in arm.prompts), _requests(plan, name)
+    if served != prompts * len(arm.points):  # not every prompt has every row
+        return f"{served} of {prompts} × {len(arm.points)}"
     return f"{prompts} × {len(arm.points)}" if len(arm.points) > 1 else str(prompts)
+
+
+def _requests(plan: Plan, name: str) -> int:
+    arm = plan.arms[name]
+    prompts = [p for g in arm.prompts for p in plan.prompts[g]]
+    return sum(1 for p in prompts for _ in points_of(arm, plan.edits, p))
 
 
 def _prefill_hint(plan: Plan, name: str) -> list[str]:
@@ -159,7 +181,7 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
     """(rows, bytes) that a read keeps at most over the whole run, all its sites together; a mean keeps one a
     request.  None where the bytes are known only when its function has been called."""
     rows = requests = 0
-    for one in readings(name, plan.arms, plan.prompts, plan.overrides):
+    for one in readings(name, plan.arms, plan.edits, plan.prompts, plan.overrides):
         own = compile_rows(without_ids(read.read.tokens), facts_of(one.prompt, [read.read.tokens], one.placed))
         last = len(one.prompt.ids) + one.max_tokens - 1
         rows += sum(max(0, min(b, last) - a) for a, b in own.intervals) * one.n

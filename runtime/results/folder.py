@@ -24,6 +24,7 @@ from vtaps.runtime.results.journal import (
     encode,
     file_name,
     read_entry,
+    rows_of,
     sync_folder,
     to_json,
     write_atomically,
@@ -139,6 +140,11 @@ class RunFolder:
 
     def _journal(self, key: str) -> Path:
         return self.path / "partial" / file_name(self._index[key], key)
+
+    def rows(self, key: str, read: str) -> tuple[list[int], dict[str, Any]] | None:
+        """Positions and rows (site → ``[rows, width]``, bfloat16 as its bits) that a finished request kept of ``read``;
+        None where it is not done or kept none."""
+        return rows_of(self._journal(key), read) if key in self._done else None
 
     def add(self, finished: Finished) -> list[Diagnostic]:
         """Journal one finished request, whole or not at all, and say what is wrong with it.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vtaps.runtime.records import Completion, Finished, Request
 from vtaps.runtime.results.expected import Expected, Lock, expect, fired_positions, point_of
 from vtaps.runtime.results.findings import Finding, examine, sites_of
-from vtaps.runtime.results.tensors import read_header, tensor_dtype, write_tensors
+from vtaps.runtime.results.tensors import memory_map, read_header, tensor_dtype, write_tensors
 from vtaps.spec.rows import to_ranges
 
 Entry = dict[str, Any]
@@ -148,6 +148,17 @@ def read_entry(path: Path) -> Entry:
     except KeyError as e:
         raise ValueError(f"{path} is not a journal file") from e
     return entry
+
+
+def rows_of(path: Path, read: str) -> tuple[list[int], Arrays] | None:
+    """Positions of a read's rows in a journal file and the rows, site → ``[rows, width]``, of the first completion;
+    None where it kept none."""
+    found = read_entry(path)["completions"][0]["reads"].get(read)
+    if found is None or found["positions"] is None:
+        return None
+    _, tensors = read_header(path)
+    sites = {site: memory_map(path, tensors[fields["rows"][0]]) for site, fields in found["sites"].items()}
+    return found["positions"], sites
 
 
 def write_atomically(path: Path, data: bytes | Callable[[int], None]) -> None:
