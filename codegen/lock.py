@@ -10,9 +10,10 @@ from typing import Any
 from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, EditPlan, LocationPlan, Plan
+from vtaps.spec.plan import ArmPlan, EditPlan, LocationPlan, MetricPlan, Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
+from vtaps.spec.sources import outside_name
 from vtaps.spec.vector_use import definition
 from vtaps.spec.vllm_version import VLLM_RANGE
 
@@ -84,6 +85,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
             name: {
                 "sites": [s.name for s in p.sites],
                 "kind": p.read.kind,
+                **({"mean_over": "run"} if p.read.over == "run" else {}),
                 "tokens": p.read.tokens.to_json(),
                 "sees": p.read.sees or "after_edits",
                 "step_rows": p.step_rows,
@@ -105,11 +107,16 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "ids": list(p.ids),
                 "texts": list(p.texts),
                 "tokens": p.metric.tokens.to_json(),
+                **_normalize(p),
             }
             for name, p in plan.metrics.items()
         },
         "vectors": {
-            name: {**definition(spec.vectors[name]), "digest": plan.outside.get(spec.vectors[name].file or "")}
+            name: {
+                **definition(spec.vectors[name]),
+                **_means(name, plan),
+                "digest": plan.outside.get(spec.vectors[name].file or ""),
+            }
             for name in sorted(used)
         },
         "prompts": {
@@ -130,8 +137,21 @@ def _rows(edit: EditPlan, plan: Plan) -> dict[str, Any]:
     rows = edit.edit.rows
     if rows is None or edit.source is None:
         return {}
-    run = {} if rows.run is None else {"run": rows.run, "digest": plan.outside.get(rows.run)}
+    run = {} if rows.run is None else {"run": rows.run, "digest": plan.outside.get(outside_name(rows))}
     return {"rows": {**run, "arm": rows.arm, "read": rows.read, "slots": edit.source.slots}}
+
+
+def _normalize(metric: MetricPlan) -> dict[str, Any]:
+    arms = metric.metric.normalize
+    return {} if arms is None else {"normalize": dict(zip(("one", "zero"), arms, strict=True))}
+
+
+def _means(name: str, plan: Plan) -> dict[str, Any]:
+    """Where the numbers of a vector come from in the run: for each location of use, that of the read."""
+    return {
+        key: {"arm": source.arm, "read": source.read, "sites": dict(sorted(source.sites.items()))}
+        for key, source in plan.means.get(name, {}).items()
+    }
 
 
 def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:

@@ -44,8 +44,8 @@ from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
 from vtaps.runtime.patches import memories
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
+from vtaps.runtime.vector_tables import vectors_at
 from vtaps.spec.slots import GATHERED_BYTES, slot_count
-from vtaps.spec.vectors import VectorError, directions
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP,
          "affine": AFFINE, "put": PUT}  # fmt: skip
@@ -138,6 +138,7 @@ class Boards:
         except TapMemoryError as error:
             raise LockError("engine.tap_memory", str(error)) from error
         self.patches = memories(program, dtype, device)
+        self._vectored: list[tuple[Note, SiteEntry, tuple[str, ...], Tensor]] = []
         self.tokens = self._axis(False, limits.rows)
         self.requests = self._axis(True, limits.requests)
 
@@ -236,7 +237,9 @@ class Boards:
                 index[number] = used.setdefault(use.vector, len(used)) if use.vector in order and use.vector else 0
         vectors = None
         if used or (edit.vectors and (index >= 0).any()):
-            vectors = self._put(self._vectors(note, site, tuple(str(name) for name in used)))
+            names = tuple(str(name) for name in used)
+            vectors = self._put(vectors_at(program, note, site, names))
+            self._vectored.append((note, site, names, vectors))
         mask = None
         if note.columns is not None:
             chosen = np.zeros(site.width, np.uint8)
@@ -259,19 +262,6 @@ class Boards:
         board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits, up, bias)
         code = ADD_KEEP if note.keep_norm else CODES[edit.verb]
         return Statement(code, column, row, mask is not None, rank)
-
-    def _vectors(self, note: Note, site: SiteEntry, used: tuple[str, ...]) -> Any:
-        """float32 ``[n, width]``: the vectors that points name, or the directions of the edit."""
-        edit, names = self.program.edits[note.name], used or self.program.edits[note.name].vectors
-        loaded = [self.program.load_vector(name, site) for name in names]
-        if edit.verb not in ("project_out", "clamp"):
-            return np.stack(loaded).astype(np.float32)
-        try:
-            if edit.verb == "project_out":
-                return directions(loaded, names, note.columns)
-            return np.concatenate([directions([v], [n], note.columns) for v, n in zip(loaded, names, strict=True)])
-        except VectorError as error:
-            raise LockError(f"edits.{note.name}", f"{error.message} (at {site.name})") from error
 
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -340,7 +330,13 @@ class Boards:
             mine.board.adopt(its.board)
             mine.columns, mine.rings = its.columns, its.rings
         self.program, self.notes, self._slots = other.program, other.notes, other._slots
-        self.patches = other.patches
+        self.patches, self._vectored = other.patches, other._vectored
+
+    def renew(self, vector: str) -> None:
+        """Put the numbers that ``vector`` has now where edits look for it.  Raises LockError."""
+        for note, site, names, table in self._vectored:
+            if vector in (names or self.program.edits[note.name].vectors):
+                table.copy_(torch.from_numpy(vectors_at(self.program, note, site, names)))
 
     def clear(self) -> None:
         """Select nothing: dummy runs, and the lens, see a model without a block."""

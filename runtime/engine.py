@@ -163,6 +163,11 @@ class Engine:
         bfloat16 as its bits in uint16.  Raises EngineError (VT603) where they do not fit."""
         self._told("vtaps_patch", edit, first, save({site: np.ascontiguousarray(r) for site, r in rows.items()}))
 
+    def define(self, vector: str, numbers: Mapping[str, Any]) -> None:
+        """Give a vector of a read its numbers, site → float32 ``[width]``; nothing is compiled.  Raises EngineError
+        (VT603) where they do not fit."""
+        self._told("vtaps_define", vector, save({site: np.ascontiguousarray(v) for site, v in numbers.items()}))
+
     def _told(self, method: str, *args: Any) -> None:
         for rank, answer in enumerate(self._call(method, *args)):
             if answer:

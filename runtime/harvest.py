@@ -87,6 +87,10 @@ class Harvest:
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
 
+    def probe(self, read: str, probes: Mapping[str, Tensor]) -> None:
+        """Other vectors for a read: site → float32 ``[vectors, width]``."""
+        self._probes[read] = dict(probes)
+
     # -- before a step
 
     def open(self, fills: Sequence[tuple[Fill, Ring]], step: int) -> list[tuple[Fill, int]]:

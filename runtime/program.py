@@ -161,7 +161,8 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Program:
-    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``."""
+    """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``.
+    ``known``: (vector, site) → its numbers, of vectors that a read of the run gives."""
 
     folder: Path
     structure: str
@@ -179,6 +180,7 @@ class Program:
     mode: str = "eager"
     tap_memory: int | None = None
     forwards: Mapping[str, ForwardEntry] = field(default_factory=dict)
+    known: dict[tuple[str, str], Floats] = field(default_factory=dict, repr=False, compare=False)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
 
@@ -292,8 +294,11 @@ class Program:
         return {e: {s: frozenset(v) for s, v in sites.items()} for e, sites in found.items()}
 
     def load_vector(self, name: str, site: SiteEntry) -> Floats:
-        """float32 ``[site.width]``, its file's digest checked once.  Raises LockError."""
+        """float32 ``[site.width]``, its file's digest checked once; NaN until a run makes it.  Raises LockError."""
         definition = self.vectors[name]
+        if definition.get("read") is not None:
+            found = self.known.get((name, site.name))
+            return np.full(site.width, np.nan, np.float32) if found is None else found
         entry = f"vectors.{name}"
         try:
             if definition.get("random") is None:

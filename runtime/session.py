@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.numpy import load
 from torch import Tensor, nn
 
 from vtaps.runtime import kernels, ops
@@ -355,6 +356,17 @@ class Session:
     def patch(self, name: str, first: int, payload: bytes) -> None:
         """Fill slots of the memory of an edit that sets rows; see :meth:`PatchMemory.write`.  Raises LockError."""
         self.boards.patches[name].write(name, first, payload)
+
+    def define(self, name: str, payload: bytes) -> None:
+        """Give a vector its numbers; ``payload``: safetensors, site → float32 ``[width]``.  Raises LockError."""
+        for site, numbers in load(payload).items():
+            if site not in self.program.sites or numbers.shape != (self.program.sites[site].width,):
+                raise LockError(f"vectors.{name}", f"{list(numbers.shape)} came for {site}")
+            self.program.known[name, site] = numbers.astype(np.float32)
+        self.boards.renew(name)
+        for read, sites in self._probes(self.program).items():
+            if name in self.program.reads[read].vectors:
+                self.harvest.probe(read, sites)
 
     def collect(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Record]]:
         """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError, SpoolError."""

@@ -182,7 +182,7 @@ def check_memory(
     """VT321 at the read that takes most, where all of them take more than ``engine.tap_memory`` leaves beside the
     ``patched`` bytes of rows that edits set."""
     memory = max(0, spec.engine.tap_memory - patched)
-    if slots.bytes <= memory or not slots.loads:
+    if slots.bytes <= memory or patched > spec.engine.tap_memory:  # of those there is a finding already
         return
     by_name = {name: load.bytes(slots.seqs, slots.tokens) for name, load in slots.loads.items()}
     largest = max(by_name, key=lambda name: by_name[name])

@@ -79,6 +79,7 @@ CODES: dict[str, Code] = {
     "VT326": Code("a prompt has no pair"),
     "VT327": Code("the rows cannot be set from there"),
     "VT328": Code("the source has several requests a prompt"),
+    "VT329": Code("the vector cannot be taken from the read"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

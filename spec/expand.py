@@ -131,6 +131,9 @@ def rows_of(rows: Rows) -> Any:
 def _vector(vector: Vector) -> dict[str, Any]:
     if vector.random:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
+    if vector.read is not None:
+        scaled = {} if vector.norm is None else {"norm": vector.norm}
+        return {**{key: rows_from(of) for key, of in vector.means}, **scaled}
     out: dict[str, Any] = {"file": vector.file}
     if vector.tensor is not None:
         out["tensor"] = vector.tensor
@@ -182,7 +185,7 @@ def read_of(read: Read) -> dict[str, Any]:
     if read.sees is not None:
         out["sees"] = read.sees
     if read.kind == "mean":
-        out["mean_over"] = "request"
+        out["mean_over"] = read.over
     elif read.kind == "norm":
         out["norm"] = True
     elif read.kind == "project":
@@ -201,7 +204,10 @@ def _override(override: Override) -> dict[str, Any]:
 
 def _metric(metric: Metric) -> dict[str, Any]:
     of = list(metric.of) if metric.kind == "logit_diff" else metric.of[0]
-    return {metric.kind: of, "tokens": rows_of(metric.tokens)}
+    out = {metric.kind: of, "tokens": rows_of(metric.tokens)}
+    if metric.normalize is not None:
+        out["normalize"] = _Flow(zip(("one", "zero"), metric.normalize, strict=True))
+    return out
 
 
 def _group(group: PromptGroup) -> Any:

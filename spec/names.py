@@ -37,6 +37,13 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
                 if axis.values is not None and axis.path.endswith(".vector"):
                     for i, name in enumerate(axis.values):
                         yield "vectors", str(name), (*axis.where, i)
+    for vector_def in spec.vectors.values():
+        for key, of in vector_def.means:
+            yield "arms", of.arm, (*vector_def.where, key)
+            yield "reads", of.read, (*vector_def.where, key)
+    for metric in spec.metrics.values():
+        for key, arm_name in zip(("one", "zero"), metric.normalize or (), strict=False):
+            yield "arms", arm_name, (*metric.where, "normalize", key)
     for edit in spec.edits.values():
         if edit.vector is not None:
             yield "vectors", edit.vector, (*edit.where, edit.verb, "vector")

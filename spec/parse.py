@@ -109,6 +109,9 @@ def _vector(name: str, data: Mapping[str, Any], where: NodePath) -> Vector:
         draw = data["random"] or {}
         return Vector(name, where, seed=int(draw.get("seed", 0)), norm=float(draw.get("norm", 1.0)))
     norm = None if "norm" not in data else float(data["norm"])
+    if "read" in data:
+        minus = _rows_of(data["minus"]) if "minus" in data else None
+        return Vector(name, where, norm=norm, read=_rows_of(data["read"]), minus=minus)
     return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"), norm=norm)
 
 
@@ -190,7 +193,7 @@ def _function(text: str) -> tuple[str, str]:
 def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
     read = Read(name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"))
     if "mean_over" in data:
-        return replace(read, kind="mean")
+        return replace(read, kind="mean", over=data["mean_over"])
     if data.get("norm"):
         return replace(read, kind="norm")
     if "project" in data:
@@ -211,7 +214,8 @@ def _override(name: str, data: Mapping[str, Any], where: NodePath) -> Override:
 def _metric(name: str, data: Mapping[str, Any], where: NodePath) -> Metric:
     kind = next(k for k in METRIC_KINDS if k in data)
     of = data[kind] if isinstance(data[kind], list) else [data[kind]]
-    return Metric(name, where, kind, tuple(of), parse_rows(data["tokens"]))  # type: ignore[arg-type]
+    normalize = (data["normalize"]["one"], data["normalize"]["zero"]) if "normalize" in data else None
+    return Metric(name, where, kind, tuple(of), parse_rows(data["tokens"]), normalize)  # type: ignore[arg-type]
 
 
 def _group(name: str, data: Any, where: NodePath) -> PromptGroup:

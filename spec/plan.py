@@ -38,6 +38,16 @@ class RowsSource:
 
 
 @dataclass(frozen=True)
+class MeanSource:
+    """The read whose means a vector is made of.  ``sites``: a location where the vector is used → the one of the read
+    that it is taken from."""
+
+    arm: str
+    read: str
+    sites: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class EditPlan:
     """``columns`` are half-open ranges of each site's own columns, None for all of them; every site of an edit has
     the same shape, but of one that sets whole rows of ``source``."""
@@ -135,7 +145,8 @@ class Plan:
     """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest,
     ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops; ``everywhere`` is what ``**``
     became, where a read or an edit says it.  ``stages``: the arms in the order in which they can be served; those of
-    one stage need only what earlier ones kept."""
+    one stage need only what earlier ones kept.  ``means``: vector → ``read`` and ``minus`` → where its
+    numbers come from."""
 
     spec: Spec
     tree: TreeFacts
@@ -152,3 +163,4 @@ class Plan:
     forwards: Mapping[str, Forward] = field(default_factory=dict)
     everywhere: Everywhere | None = None
     stages: tuple[tuple[str, ...], ...] = ()
+    means: Mapping[str, Mapping[str, MeanSource]] = field(default_factory=dict)

@@ -27,10 +27,11 @@ from vtaps.spec.order import plan_locations
 from vtaps.spec.plan import EditPlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
+from vtaps.spec.read_vectors import plan_means
 from vtaps.spec.rows import Interval, Rows, merge
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
-from vtaps.spec.sources import check_patches, plan_sources
+from vtaps.spec.sources import Runs, check_normalized, check_patches, no_runs, plan_sources
 from vtaps.spec.spec import At, Edit, Metric, Read, Spec
 from vtaps.spec.stages import plan_stages
 from vtaps.spec.tokens import Tokens
@@ -44,11 +45,12 @@ EAGER_DOES = "`mode: eager` serves it; `mode: auto` takes eager by itself where 
 
 @dataclass(frozen=True)
 class Context:
-    """What resolving leans on: the text, the tree, the tokenizer."""
+    """What resolving leans on: the text, the tree, the tokenizer, and who looks into finished runs."""
 
     doc: Document
     tree: ModelTree
     tokens: Tokens
+    runs: Runs = no_runs
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -87,7 +89,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
         return None, found
-    edits = plan_sources(spec, edits, reads, arms, prompts, doc, found)
+    dtype = tree.dtype if spec.model.dtype == "auto" else spec.model.dtype
+    edits = plan_sources(spec, edits, reads, arms, prompts, context.runs, dtype, doc, found, outside)
+    means = plan_means(spec, edits, reads, arms, prompts, doc, found)
+    check_normalized(spec, arms, prompts, doc, found)
     stages = plan_stages(spec, doc, found)
     if has_errors(found):
         return None, found
@@ -103,22 +108,22 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         digest=tree.digest,
         architecture=tree.architecture,
         vllm=tree.vllm,
-        dtype=tree.dtype if spec.model.dtype == "auto" else spec.model.dtype,
+        dtype=dtype,
         dimensions=tree.dimensions,
         final_norm=final_norm(tree),
     )
-    held = any(p.source is not None for p in edits.values())
-    if mode == "taps" or held or any(p.read.where in every and p.requests for p in reads.values()):
-        patched = check_patches(spec, edits, facts.dtype, doc, found)
+    patched = check_patches(spec, edits, facts.dtype, doc, found)
+    if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
         check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode, patched)
-        if has_errors(found):
-            return None, found
+    if has_errors(found):
+        return None, found
     plan = Plan(
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
         context.everywhere if every else None,
         stages,
+        means,
     )  # fmt: skip
     return plan, found
 

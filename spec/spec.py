@@ -41,8 +41,18 @@ class EngineRef:
 
 
 @dataclass(frozen=True)
+class RowsOf:
+    """What a read keeps in an arm of this run, or of a finished one in the folder ``run``."""
+
+    arm: str
+    read: str
+    run: str | None = None
+
+
+@dataclass(frozen=True)
 class Vector:
-    """A vector by file or by a seeded draw; ``norm``: what it is scaled to.  See ``vtaps.spec.vectors``."""
+    """A vector by file, by a seeded draw, or from the mean that a read keeps, ``minus`` another one; ``norm``: what it
+    is scaled to.  See ``vtaps.spec.vectors``."""
 
     name: str
     where: NodePath
@@ -51,10 +61,18 @@ class Vector:
     row: int | None = None
     seed: int | None = None
     norm: float | None = None
+    read: RowsOf | None = None
+    minus: RowsOf | None = None
 
     @property
     def random(self) -> bool:
         return self.seed is not None
+
+    @property
+    def means(self) -> tuple[tuple[str, RowsOf], ...]:
+        """The means that it is made of, by key."""
+        both = (("read", self.read), ("minus", self.minus))
+        return tuple((key, of) for key, of in both if of is not None)
 
 
 @dataclass(frozen=True)
@@ -63,15 +81,6 @@ class At:
 
     texts: tuple[str, ...]
     wheres: tuple[NodePath, ...]
-
-
-@dataclass(frozen=True)
-class RowsOf:
-    """The rows that a read keeps in an arm of this run, or of a finished one in the folder ``run``."""
-
-    arm: str
-    read: str
-    run: str | None = None
 
 
 MATRICES = ("down", "up", "bias")
@@ -111,7 +120,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Read:
-    """``python``: (file, function)."""
+    """``python``: (file, function); ``over``: what a mean is of, the rows of a request or those of a run's arm."""
 
     name: str
     where: NodePath
@@ -123,6 +132,7 @@ class Read:
     top: int | None = None
     ids: tuple[int | str, ...] | None = None
     python: tuple[str, str] | None = None
+    over: Literal["request", "run"] = "request"
 
 
 @dataclass(frozen=True)
@@ -136,11 +146,14 @@ class Override:
 
 @dataclass(frozen=True)
 class Metric:
+    """``normalize``: the arms whose values become 1 and 0."""
+
     name: str
     where: NodePath
     kind: MetricKind
     of: tuple[int | str, ...]
     tokens: Rows
+    normalize: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document, NodePath
-from vtaps.spec.spec import Spec
+from vtaps.spec.spec import Arm, Spec
 
 
 def needs(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
@@ -18,6 +18,23 @@ def needs(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
             edit = spec.edits.get(name)
             if edit is not None and edit.rows is not None and edit.rows.run is None and edit.rows.arm in spec.arms:
                 yield arm.name, edit.rows.arm, (*edit.where, edit.verb, "rows")
+        for name in vectors_of(spec, arm):
+            for key, of in spec.vectors[name].means:
+                if of.arm in spec.arms:
+                    yield arm.name, of.arm, (*spec.vectors[name].where, key)
+
+
+def vectors_of(spec: Spec, arm: Arm) -> tuple[str, ...]:
+    """The vectors, among those that are defined, that an arm's edits, its sweep and its reads use."""
+    names: dict[str, None] = {}
+    for edit in (spec.edits[n] for n in arm.edits if n in spec.edits):
+        names.update(dict.fromkeys((*([edit.vector] if edit.vector else []), *edit.vectors, *edit.matrices)))
+    for axis in (axis for factor in arm.sweep for axis in factor):
+        if axis.path.endswith(".vector"):
+            names.update((str(value), None) for value in axis.values or ())
+    for read in (spec.reads[n] for n in arm.reads if n in spec.reads):
+        names.update(dict.fromkeys(read.vectors))
+    return tuple(name for name in names if name in spec.vectors)
 
 
 def plan_stages(spec: Spec, doc: Document, found: list[Diagnostic]) -> tuple[tuple[str, ...], ...]:

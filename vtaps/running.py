@@ -20,7 +20,7 @@ from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
 from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import match_texts
-from vtaps.staging import Sources, batches, key_of
+from vtaps.staging import Sources, batches, key_of, made_vectors
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _serve(
                     lock, result.doc.folder, block, Path(scratch), watch.tell, in_process=in_process, spool=folder.spool
                 ) as engine:
                     report = {**engine.report, "requests": len(waiting)}
-                    sources = Sources(plan, folder, engine, failed)
+                    sources = Sources(plan, result.doc.folder, requests, folder, engine, failed)
                     for batch in batches(plan, waiting):
                         for finished in engine.run(sources.ready(batch), sampling_of, refused):
                             found += [d for d in folder.add(finished) if d.code != "VT604"]
@@ -170,7 +170,8 @@ def _serve(
     tokens = result.tokens
     watch.tell("writing results")
     try:
-        findings = folder.finish(report, failed=failed, token_text=lambda i: tokens.pieces((i,))[0])
+        vectors = made_vectors(plan, requests, folder)
+        findings = folder.finish(report, failed=failed, token_text=lambda i: tokens.pieces((i,))[0], vectors=vectors)
     except OSError as error:
         reason = f"cannot write {folder.path}: {error.strerror or error}"
         return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)

@@ -186,6 +186,8 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
         last = len(one.prompt.ids) + one.max_tokens - 1
         rows += sum(max(0, min(b, last) - a) for a, b in own.intervals) * one.n
         requests += one.n
+    if read.read.over == "run":
+        requests = sum(len(a.points) for a in plan.arms.values() if name in a.arm.reads)
     width, count = sum((s.width or 0) for s in read.sites), len(read.sites)
     if read.read.kind == "mean":
         return requests * count, requests * width * 4

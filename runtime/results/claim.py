@@ -15,7 +15,17 @@ from vtaps.codegen.lock import lock_digest
 from vtaps.spec import digests
 
 OURS = frozenset(
-    {".lock", "lock.json", "metrics.parquet", "partial", "reads", "requests.parquet", "run.json", "tokens.parquet"}
+    {
+        ".lock",
+        "lock.json",
+        "metrics.parquet",
+        "partial",
+        "reads",
+        "requests.parquet",
+        "run.json",
+        "tokens.parquet",
+        "vectors",
+    }
 )
 """Everything a run writes beside the blocks, whose names run.json and the plan say."""
 

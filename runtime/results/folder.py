@@ -13,6 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from vtaps.codegen.lock import to_text
 from vtaps.runtime.records import Finished
 from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
@@ -30,7 +33,8 @@ from vtaps.runtime.results.journal import (
     write_atomically,
     write_entry,
 )
-from vtaps.runtime.results.reads import write_reads
+from vtaps.runtime.results.means import RunMean, run_mean
+from vtaps.runtime.results.reads import write_reads, write_vectors
 from vtaps.runtime.results.tables import Layout, write_tables
 from vtaps.spec.diagnostics import Diagnostic, Span
 
@@ -146,6 +150,14 @@ class RunFolder:
         None where it is not done or kept none."""
         return rows_of(self._journal(key), read) if key in self._done else None
 
+    def mean(self, keys: Sequence[str], read: str) -> RunMean | None:
+        """The mean that finished requests kept, over all of their rows; None where one of them is not done or no row
+        was read."""
+        if not set(keys) <= self._done:
+            return None
+        found = run_mean([self._journal(key) for key in keys], read)
+        return found if found.count else None
+
     def add(self, finished: Finished) -> list[Diagnostic]:
         """Journal one finished request, whole or not at all, and say what is wrong with it.
 
@@ -169,8 +181,11 @@ class RunFolder:
         *,
         failed: Mapping[str, str] | None = None,
         token_text: Callable[[int], str] | None = None,
+        vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]] | None = None,
     ) -> list[Diagnostic]:
         """Write the tables, the reads and ``run.json``, remove the journal, let go of the folder.
+
+        ``vectors`` are those that the run made of its reads: name → location → ``[width]``.
 
         ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to the reason;
         ``token_text`` gives the text of one token id.  Returns every finding of the run, in the order of the plan.
@@ -187,6 +202,7 @@ class RunFolder:
         shutil.rmtree(self.path / "reads", ignore_errors=True)
         write_tables(self.path, layout, entries.items(), token_text)
         reads = write_reads(self.path, self._lock, entries)
+        write_vectors(self.path, vectors or {})
         copies = {"lock.json": to_text(bare(self._lock)), **self._blocks}
         for name, text in copies.items():
             write_atomically(self.path / name, text.encode("utf-8", "surrogatepass"))

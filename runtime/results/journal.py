@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,17 @@ def rows_of(path: Path, read: str) -> tuple[list[int], Arrays] | None:
     _, tensors = read_header(path)
     sites = {site: memory_map(path, tensors[fields["rows"][0]]) for site, fields in found["sites"].items()}
     return found["positions"], sites
+
+
+def mean_of(path: Path, read: str) -> Iterator[tuple[int, Mapping[str, npt.NDArray[np.float32]]]]:
+    """Of each completion in a journal file that kept a mean: how many rows it is of, and site → ``[width]``."""
+    _, tensors = read_header(path)
+    for completion in read_entry(path)["completions"]:
+        if read in completion["reads"]:
+            fields = completion["reads"][read]["sites"]
+            first = next(iter(fields.values()))
+            count = int(memory_map(path, tensors[first["count"][0]])[0])
+            yield count, {site: memory_map(path, tensors[f["mean"][0]])[0] for site, f in fields.items()}
 
 
 def write_atomically(path: Path, data: bytes | Callable[[int], None]) -> None:

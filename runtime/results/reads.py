@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+from safetensors.numpy import save_file
 
 from vtaps.runtime.results.expected import Lock
-from vtaps.runtime.results.journal import Entry, sync_folder
-from vtaps.runtime.results.tables import GROUPS, KEY, Table, utf8
+from vtaps.runtime.results.journal import Entry, mean_of, sync_folder
+from vtaps.runtime.results.means import RunMean
+from vtaps.runtime.results.tables import GROUPS, KEY, Layout, Table, utf8
 from vtaps.runtime.results.tensors import RowWriter, read_header, view
 
 OPEN_FILES = 128
@@ -44,7 +48,12 @@ def write_reads(folder: Path, lock: Lock, entries: Mapping[Path, Entry]) -> dict
     if not names:
         return {}
     (folder / "reads").mkdir(exist_ok=True)
-    out = {name: _write_read(folder, name, lock["reads"][name], entries) for name in names}
+    out = {
+        name: _write_run_mean(folder, name, lock, entries)
+        if lock["reads"][name].get("mean_over") == "run"
+        else _write_read(folder, name, lock["reads"][name], entries)
+        for name in names
+    }
     sync_folder(folder / "reads")
     return out
 
@@ -66,13 +75,56 @@ def _write_read(folder: Path, name: str, read: Mapping[str, Any], entries: Mappi
     for start in range(0, len(sites), OPEN_FILES):
         _write_sites(home, name, sites[start : start + OPEN_FILES], files, layouts, total, entries)
     sync_folder(home)
-    first = layouts.get(sites[0], {}) if sites else {}
+    return _described(read, name, files, total, layouts.get(sites[0], {}) if sites else {})
+
+
+def _described(
+    read: Mapping[str, Any], name: str, files: Mapping[str, str], total: int, fields: _Fields
+) -> dict[str, Any]:
     return {
         "kind": read["kind"],
         "rows": total,
-        "fields": {f: {"dtype": dtype, "shape": list(shape)} for f, (dtype, shape) in first.items()},
-        "sites": {site: os.path.join("reads", name, files[site]) for site in sites},
+        "fields": {f: {"dtype": dtype, "shape": list(shape)} for f, (dtype, shape) in fields.items()},
+        "sites": {site: os.path.join("reads", name, files[site]) for site in read["sites"]},
     }
+
+
+def _write_run_mean(folder: Path, name: str, lock: Lock, entries: Mapping[Path, Entry]) -> dict[str, Any]:
+    """One mean an arm and sweep point, over all rows of its requests; its coordinates are those of no request."""
+    home, read = folder / "reads" / name, lock["reads"][name]
+    home.mkdir(exist_ok=True)
+    found: dict[tuple[str, int], RunMean] = {}
+    for path, entry in entries.items():
+        where = entry["request"]["arm"], entry["request"]["point"]
+        for count, means in mean_of(path, name):
+            found.setdefault(where, RunMean()).add(count, means)
+    sweep = Layout(lock, ())
+    with Table(home / "rows.parquet", [*ROWS, *sweep.sweep_fields()]) as table:
+        for arm, point in found:
+            nobody = dict.fromkeys(column for column, _ in ROWS)
+            table.add({**nobody, "arm": arm, **sweep.sweep_values(arm, point)})
+    files = site_files(read["sites"])
+    fields: _Fields = {}
+    for site in read["sites"]:
+        width = next((len(mean.sums[site]) for mean in found.values()), 0)
+        fields = {"mean": ("F32", (width,)), "count": ("I64", ())}
+        writer = RowWriter(home / files[site], fields if found else {}, len(found))
+        for row, mean in enumerate(found.values()):
+            writer.write("mean", row, mean.mean(site).astype(np.float32))
+            writer.write("count", row, np.array([mean.count], np.int64))
+        writer.close()
+    sync_folder(home)
+    return _described(read, name, files, len(found), fields if found else {})
+
+
+def write_vectors(folder: Path, vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]]) -> None:
+    """vectors/NAME.safetensors: what the run made of its reads, float32 ``[width]`` a location of use."""
+    shutil.rmtree(folder / "vectors", ignore_errors=True)
+    for name, sites in vectors.items():
+        (folder / "vectors").mkdir(exist_ok=True)
+        save_file(dict(sites), folder / "vectors" / f"{name}.safetensors")
+    if vectors:
+        sync_folder(folder / "vectors")
 
 
 def _coordinates(request: Entry, completion: Entry, name: str) -> Iterable[dict[str, Any]]:

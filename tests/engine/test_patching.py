@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
+
+from safetensors.numpy import load_file  # noqa: E402
 
 from tests.engine.case import HEAD_DIM, LAYERS, VOCAB, tiny_llama  # noqa: E402
 from tests.engine.runs import Run, run_spec  # noqa: E402
@@ -23,6 +25,7 @@ IDS = {
     group: {name: RNG.integers(4, 260, size).tolist() for name, size in LENGTHS.items()}
     for group in ("clean", "corrupted")
 }
+LONE = RNG.integers(4, 260, 6).tolist()
 NEW = 4
 HEADS = (1, 2)
 ONE, OTHER = 7, 12
@@ -35,20 +38,35 @@ engine: {{mode: {mode}, vllm: {{max_model_len: 64, max_num_seqs: 4, max_num_batc
 reads:
   stream: {{at: "resid_post[*]", tokens: all, sees: after_edits}}
   heads:  {{at: ["z[1]", "resid_post[2]"], tokens: prompt, sees: after_edits}}
+  mu:     {{at: "resid_post[1, 2]", tokens: all, mean_over: run}}
+  own:    {{at: "resid_post[1]", tokens: prompt, mean_over: request}}
+  dots:   {{at: "resid_post[2]", tokens: prompt, project: {{vectors: [between]}}}}
+vectors:
+  whole:   {{read: clean.mu}}
+  between: {{read: clean.mu, minus: base.mu, norm: 2.0}}
+  single:  {{read: alone.own}}
 edits:
+  push:   {{at: "resid_post[1, 2]", tokens: all, add: {{vector: whole, scale: 0.5}}}}
+  out:    {{at: "resid_post[2]", tokens: prompt, project_out: {{vectors: [between]}}}}
+  fill:   {{at: "resid_post[1]", tokens: {{positions: [0]}}, set: {{vector: single}}}}
   cell:   {{at: "resid_post[*]", tokens: prompt, set: {{rows: clean.stream}}}}
   swap:   {{at: "z[1]", tokens: {{rows: prompt, positions: [1..3, -1]}}, set: {{rows: clean.heads, heads: [1, 2]}}}}
   both:   {{at: ["z[1]", "resid_post[2]"], tokens: {{positions: [-1]}}, set: {{rows: swapped.heads}}}}
 metrics:
-  diff: {{logit_diff: [{one}, {other}], tokens: {{steps: [0]}}}}
+  diff: {{logit_diff: [{one}, {other}], tokens: {{steps: [0]}}, normalize: {{one: clean, zero: base}}}}
 prompts:
 {prompts}
+  lone: [{{id: c, ids: {lone}}}]
 arms:
   again:   {{prompts: [corrupted], edits: [both], reads: [stream], metrics: [diff]}}
   grid:    {{prompts: [corrupted], edits: [cell], metrics: [diff], sweep: {{cell.at: each, cell.tokens: each}}, sampling: {{max_tokens: 1}}}}
   swapped: {{prompts: [corrupted], edits: [swap], reads: [stream, heads], metrics: [diff]}}
-  clean:   {{prompts: [clean], reads: [stream, heads], metrics: [diff]}}
-  base:    {{prompts: [corrupted], reads: [stream], metrics: [diff]}}
+  clean:   {{prompts: [clean], reads: [stream, heads, mu], metrics: [diff]}}
+  base:    {{prompts: [corrupted], reads: [stream, mu], metrics: [diff]}}
+  pushed:  {{prompts: [corrupted], edits: [push], reads: [stream]}}
+  outed:   {{prompts: [corrupted], edits: [out], reads: [stream]}}
+  filled:  {{prompts: [corrupted], edits: [fill], reads: [stream, dots]}}
+  alone:   {{prompts: [lone], reads: [own]}}
 sampling: {{max_tokens: {new}, ignore_eos: true, logprobs: 0}}
 """  # noqa: E501
 TOLERANCE = 2e-3 if torch.cuda.is_available() else 2e-5
@@ -70,7 +88,7 @@ def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
         f"  {group}: [{', '.join(f'{{id: {name}, ids: {ids}}}' for name, ids in items.items())}]"
         for group, items in IDS.items()
     )
-    text = SPEC.format(model=model, mode=request.param, prompts=prompts, one=ONE, other=OTHER, new=NEW)
+    text = SPEC.format(model=model, mode=request.param, prompts=prompts, lone=LONE, one=ONE, other=OTHER, new=NEW)
     return run_spec(text, tmp_path_factory.mktemp("patching"))
 
 
@@ -122,6 +140,10 @@ def test_every_layer_and_position_of_the_grid(run: Run, twin: Twin) -> None:
         [_], [found] = run.metric("diff", run.case(row))
         assert abs(found - wanted) < TOLERANCE * VOCAB**0.5, (name, at, position)
         base = twin.forward(IDS["corrupted"][name]).logits[-1]
+        [m] = [m for m in run.result.metrics.to_pylist() if m["request"] == row["request"]]
+        ends = [twin.forward(IDS[group][name]).logits[-1] for group in ("clean", "corrupted")]
+        one, zero = (float(x[ONE] - x[OTHER]) for x in ends)
+        assert abs(m["normalized"] - (wanted - zero) / (one - zero)) < TOLERANCE * VOCAB**0.5 / abs(one - zero)
         moved = max(moved, abs(wanted - float(base[ONE] - base[OTHER])))
     assert moved > 0.1, "the rows make no difference"
 
@@ -145,3 +167,60 @@ def test_what_was_set_is_what_was_kept_to_the_bit(run: Run) -> None:
         _, put_there = run.read("stream", case, "resid_post[2]")
         _, kept = run.read("heads", run.cases("swapped")[name], "resid_post[2]")
         np.testing.assert_array_equal(put_there[case.prompt - 1], kept[-1])
+
+
+def mean_of(run: Run, twin: Twin, arm: str, at: str) -> tuple[np.ndarray, int]:
+    rows = [twin.forward(case.fed).values[at].astype(np.float64) for case in run.cases(arm).values()]
+    return np.concatenate(rows).mean(0), sum(map(len, rows))
+
+
+def test_a_mean_over_the_run_is_that_of_all_rows(run: Run, twin: Twin) -> None:
+    mu = run.result["mu"]
+    assert mu.rows["arm"].to_pylist() == ["clean", "base"]
+    assert mu.rows["request"].null_count == 2
+    for number, arm in enumerate(("clean", "base")):
+        for at in ("resid_post[1]", "resid_post[2]"):
+            wanted, count = mean_of(run, twin, arm, at)
+            np.testing.assert_allclose(mu.site(at)[number], wanted, atol=TOLERANCE)
+            assert mu.site(at, "count")[number] == count
+
+
+def vectors(run: Run, twin: Twin) -> dict[str, np.ndarray]:
+    """The vectors at resid_post[1] and [2] as the run should have made them, float64."""
+    out = {f"whole {at}": mean_of(run, twin, "clean", at)[0] for at in ("resid_post[1]", "resid_post[2]")}
+    between = out["whole resid_post[2]"] - mean_of(run, twin, "base", "resid_post[2]")[0]
+    out["between resid_post[2]"] = 2 * between / np.linalg.norm(between)
+    out["single resid_post[1]"] = twin.forward(LONE).values["resid_post[1]"].astype(np.float64).mean(0)
+    return out
+
+
+def test_vectors_of_reads_act_and_are_kept(run: Run, twin: Twin) -> None:
+    made, folder = vectors(run, twin), run.result.path / "vectors"
+    kept = {name: load_file(folder / f"{name}.safetensors") for name in ("whole", "between", "single")}
+    for name, wanted in made.items():
+        vector, at = name.split(" ")
+        np.testing.assert_allclose(kept[vector][at], wanted, atol=TOLERANCE)
+
+    def add(at: str) -> Change:
+        return lambda x: x + 0.5 * torch.from_numpy(kept["whole"][at])
+
+    def out(x: torch.Tensor) -> torch.Tensor:
+        u = torch.from_numpy(made["between resid_post[2]"] / 2)
+        return (x - (x.double() @ u)[:, None] * u).float()
+
+    change: dict[str, Callable[[int, int], list[Edit]]] = {
+        "pushed": lambda _, n: [Edit(at, range(n), add(at)) for at in ("resid_post[1]", "resid_post[2]")],
+        "outed": lambda p, _: [Edit("resid_post[2]", range(p), out)],
+        "filled": lambda _, __: [Edit("resid_post[1]", [0], put(kept["single"]["resid_post[1]"][None]))],
+    }
+    for name, size in LENGTHS.items():
+        for arm, edits in change.items():
+            case = run.cases(arm)[name]
+            seen = twin.forward(case.fed, edits(size, case.rows))
+            assert case.generated == seen.greedy(case.prompt)
+            _, found = run.read("stream", case, "resid_post[3]")
+            np.testing.assert_allclose(found, seen.values["resid_post[3]"], atol=2 * TOLERANCE)
+        _, dots = run.read("dots", run.cases("filled")[name], "resid_post[2]")
+        rows = twin.forward(run.cases("filled")[name].fed, change["filled"](size, 0)).values["resid_post[2]"][:size]
+        wanted = rows.astype(np.float64) @ made["between resid_post[2]"]
+        np.testing.assert_allclose(dots[:, 0], wanted, atol=10 * TOLERANCE)
