@@ -63,7 +63,7 @@ class EarlierRun:
             self._index.setdefault((group, prompt), []).append(number)
 
     def rows(self, key: PromptKey, sites: Iterable[str]) -> tuple[list[int], Mapping[str, npt.NDArray[Any]]] | None:
-        """Positions and rows (site → ``[rows, width]``, bfloat16 as its bits) of a prompt; None where there are none."""
+        """Positions and rows (site → ``[rows, width]``, bfloat16 as its bits) of a prompt; None if there are none."""
         numbers = self._index.get(key)
         if numbers is None:
             return None
