@@ -167,6 +167,7 @@ class Engine:
         """Give a vector of a read its numbers, site → float32 ``[width]``; nothing is compiled.  Raises EngineError
         (VT603) where they do not fit."""
         self._told("vtaps_define", vector, save({site: np.ascontiguousarray(v) for site, v in numbers.items()}))
+        self.program.known.update(((vector, site), v) for site, v in numbers.items())
 
     def _told(self, method: str, *args: Any) -> None:
         for rank, answer in enumerate(self._call(method, *args)):

@@ -224,6 +224,7 @@ class Program:
     def _compile(self, arm: str, point: int, prompt: int, asked: Mapping[str, Any]) -> Compiled:
         chosen = self.point(arm, point)
         entry = self.arms[arm]
+        self._check_known(chosen, entry)
         facts = Facts(
             prompt=prompt,
             matches={
@@ -257,6 +258,14 @@ class Program:
             overrides=tuple((start, self.overrides[n].ids) for n, start in chosen.overrides.items()),
             selections=tuple(selections),
         )
+
+    def _check_known(self, point: Point, arm: ArmEntry) -> None:
+        """Raises LockError where an arm uses a vector at a point that the run has not made yet."""
+        uses = [(n, e.sites) for e in point.edits for n in (e.vector, *self.edits[e.edit].vectors) if n is not None]
+        uses += [(n, self.reads[r].sites) for r in arm.reads for n in self.reads[r].vectors]
+        for name, sites in uses:
+            if self.vectors[name].get("read") is not None and any((name, s) not in self.known for s in sites):
+                raise LockError(f"vectors.{name}", "it is the mean of a read, and nobody has given its numbers yet")
 
     @cached_property
     def uses_of(self) -> Mapping[str, Mapping[PointEdit, int]]:

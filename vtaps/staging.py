@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from vtaps.runtime.records import Request
 from vtaps.runtime.results.kept import EarlierRun
+from vtaps.runtime.results.load import RunError
 from vtaps.runtime.results.means import RunMean
 from vtaps.spec.plan import Plan, PromptKey
 from vtaps.spec.rows import to_ranges
@@ -121,7 +122,10 @@ class Sources:
             return ""
         key = key_of(*pair, rows.arm, 0)
         if rows.run is not None:
-            found = self._earlier(rows).rows(pair, [site.name for site in plan.sites])
+            try:
+                found = self._earlier(rows).rows(pair, [site.name for site in plan.sites])
+            except RunError as error:
+                return f"edit {name} has no rows to set: {error}"
             key = f"{key} of {rows.run}"
         else:
             found = self._kept.rows(key, rows.read)

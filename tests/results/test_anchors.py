@@ -128,3 +128,23 @@ def test_what_a_finished_run_does_not_have(run: Any, arm: str, read: str, code: 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(SourceFault, match="there is no folder"):
         kept_rows(tmp_path / "nothing", "base", "stream")
+
+
+def test_rows_of_requests_that_are_done_are_there_after_an_interrupt(tmp_path: Path) -> None:
+    lock = locked()
+    requests = make.requests(lock)
+    order = [r.key for r in requests]
+    [source, other] = [r for r in requests if r.arm == "base"]
+    folder, _ = RunFolder.open(tmp_path / "run", lock, order=order)
+    assert folder is not None
+    with folder:
+        folder.add(finished(source, lock))
+    again, _ = RunFolder.open(tmp_path / "run", lock, order=order)
+    assert again is not None
+    with again:
+        found = again.rows(source.key, "stream")
+        assert found is not None and again.rows(other.key, "stream") is None
+        assert again.rows(source.key, "average") is None, "a mean is no rows"
+        assert found[0] == [4, 5, 6, 7]
+        for site in make.SITES:
+            np.testing.assert_array_equal(found[1][site], [make.value(source, site, p) for p in found[0]])

@@ -12,12 +12,14 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import save  # noqa: E402
 
+from vtaps.runtime.block import Note  # noqa: E402
 from vtaps.runtime.live import Batch, Scheduled, TableError  # noqa: E402
 from vtaps.runtime.lockfile import parse_program  # noqa: E402
 from vtaps.runtime.memory import Limits, TapMemoryError, patch_bytes, predicted, slots  # noqa: E402
 from vtaps.runtime.patches import PatchMemory, memories  # noqa: E402
 from vtaps.runtime.program import LockError, Program  # noqa: E402
 from vtaps.runtime.rowtable import RowTable  # noqa: E402
+from vtaps.runtime.vector_tables import vectors_at  # noqa: E402
 
 CPU = torch.device("cpu")
 WIDTHS = {"a": 16, "b": 16, "c": 32}
@@ -137,3 +139,36 @@ def test_the_memory_counts_against_tap_memory() -> None:
     assert predicted(program(tap_memory=6 * 64 * 4), limits, "float32") >= 6 * 64 * 4
     with pytest.raises(TapMemoryError, match="the rows that edits set take 1536 bytes"):
         slots(program(tap_memory=6 * 64 * 4 - 1), limits, "float32")
+
+
+def test_a_vector_that_the_run_has_not_made_is_no_number_and_asked_for_by_nobody() -> None:
+    made = parse_program(
+        {
+            "lock": 1,
+            "block": {"digest": "", "structure": ""},
+            "sites": {"a": {"module": "a", "output": 0, "width": 4}},
+            "vectors": {"mu": {"read": {"arm": "x", "read": "y", "sites": {"a": "a"}}}},
+            "edits": {
+                "push": {"verb": "add", "sites": ["a"], "tokens": {"rows": "all"}},
+                "out": {"verb": "project_out", "sites": ["a"], "tokens": {"rows": "all"}, "vectors": ["mu"]},
+            },
+            "reads": {"dots": {"kind": "project", "sites": ["a"], "tokens": {"rows": "all"}, "vectors": ["mu"]}},
+            "arms": {
+                "add": {"points": [{"edits": [{"edit": "push", "sites": ["a"], "coefficient": 1, "vector": "mu"}]}]},
+                "out": {"points": [{"edits": [{"edit": "out", "sites": ["a"], "coefficient": 1}]}]},
+                "dots": {"reads": ["dots"], "points": [{}]},
+                "idle": {"points": [{}]},
+            },
+        },
+        Path("."),
+    )
+    site, note = made.sites["a"], Note("out", verb="project_out")
+    assert np.isnan(made.load_vector("mu", site)).all() and np.isnan(vectors_at(made, note, site, ())).all()
+    made.compile("idle", 0, 3, {})
+    for arm in ("add", "out", "dots"):
+        with pytest.raises(LockError, match=r"vectors\.mu: it is the mean of a read"):
+            made.compile(arm, 0, 3, {})
+    made.known["mu", "a"] = np.array([0, 3, 4, 0], np.float32)
+    for arm in ("add", "out", "dots"):
+        made.compile(arm, 0, 3, {})
+    np.testing.assert_allclose(vectors_at(made, note, site, ()), [[0, 0.6, 0.8, 0]])
