@@ -218,10 +218,14 @@ def _metrics(run: RunResult, width: int) -> RenderableType | None:
         return None
     sweep = list(run.info["columns"]["sweep"].values())
     normalized = [("normalized", "mean")] if "normalized" in metrics.column_names else []
-    means = metrics.group_by(["metric", "group", "prompt", "arm", *sweep], use_threads=False).aggregate(
-        [("value", "mean"), ("value", "count"), *normalized]
-    )
-    rows = means.to_pylist()
+    keys = ["metric", "group", "prompt", "arm", *sweep]
+    means = metrics.group_by(keys, use_threads=False).aggregate([("value", "mean"), ("value", "count"), *normalized])
+    # Of many groups, pyarrow gives them in an order of its own.
+    columns = (metrics[k].to_pylist() for k in keys)
+    first: dict[tuple[Any, ...], int] = {}
+    for number, key in enumerate(zip(*columns, strict=True)):
+        first.setdefault(key, number)
+    rows = sorted(means.to_pylist(), key=lambda r: first[tuple(r[k] for k in keys)])
     many = len({r["group"] for r in rows}) > 1
     names = list(dict.fromkeys(r["metric"] for r in rows))
     cells: dict[tuple[Any, ...], dict[Any, Text]] = {}
