@@ -138,7 +138,7 @@ class LocationProgram:
     @cached_property
     def sums(self) -> bool:
         """Whether a statement looks at a row as a whole."""
-        return any(SET < s.code < PUT for s in self.statements)
+        return any(s.code > SET and s.code != PUT for s in self.statements)
 
     @cached_property
     def started(self) -> dict[tuple[Any, ...], Any]:
