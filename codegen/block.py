@@ -48,7 +48,7 @@ def structure(plan: Plan) -> str:
                 edit = plan.edits[s.name]
                 # Behind the forward nothing is compiled: which columns they are is data there.
                 columns = edit.columns is not None if site.sampled else edit.columns
-                own: list[Any] = [edit.edit.verb, verbs.VERSIONS[edit.edit.verb], columns]
+                own: list[Any] = [edit.edit.operation, verbs.VERSIONS[edit.edit.operation], columns]
                 own += [len(edit.edit.vectors)] if edit.edit.vectors else []
                 own += ["keep_norm"] if edit.edit.keep_norm else []
                 own += [edit.edit.feature.does] if edit.edit.feature is not None else []
@@ -121,7 +121,7 @@ def _function(location: LocationPlan, plan: Plan, taken: set[str]) -> cst.Functi
         if s.kind == "edit":
             edit = plan.edits[s.name]
             comment = f"edits.{s.name}: {one_line(edit_of(edit.edit))}"
-            body.append(nodes.statement(verbs.VERBS[edit.edit.verb](edit, values), comment))
+            body.append(nodes.statement(verbs.VERBS[edit.edit.operation](edit, values), comment))
         elif s.kind == "gate":
             gate = plan.gates[s.name].gate
             body.append(nodes.statement(gates.emit(gate, values), f"gates.{s.name}: {one_line(gate_of(gate))}"))
@@ -143,7 +143,7 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = ("add", "scale", "zero", "set_", "project_out", "clamp", "affine", "feature", "python")
+EDIT_CALLS = ("add", "scale", "zero", "set_", "put", "project_out", "clamp", "affine", "feature", "python")
 SECTIONS = {**dict.fromkeys(EDIT_CALLS, "edits"), "gate": "gates"}
 
 

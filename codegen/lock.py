@@ -12,9 +12,10 @@ from vtaps.codegen.block import Block
 from vtaps.spec import digests
 from vtaps.spec.behind import SAMPLES
 from vtaps.spec.expand import digest, expand
-from vtaps.spec.plan import ArmPlan, GatePlan, LocationPlan, Plan, ReadPlan
+from vtaps.spec.plan import ArmPlan, EditPlan, GatePlan, LocationPlan, MetricPlan, Plan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.source import op_text
+from vtaps.spec.sources import outside_name
 from vtaps.spec.spec import BAN, FeatureUse, Spec
 from vtaps.spec.vector_use import definition
 from vtaps.spec.vllm_version import VLLM_RANGE
@@ -78,7 +79,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
         **({"gates": {name: _gate(p) for name, p in gates.items()}} if gates else {}),
         "edits": {
             name: {
-                "verb": p.edit.verb,
+                "verb": p.edit.operation,
                 "sites": [s.name for s in p.sites],
                 "columns": None if p.columns is None else [list(c) for c in p.columns],
                 "tokens": p.edit.tokens.to_json(),
@@ -88,6 +89,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 **_feature(p.edit.feature, spec),
                 **({"value": True} if p.edit.by_value else {}),
                 **({} if p.edit.when is None else {"when": p.edit.when}),
+                **_rows(p, plan),
                 **_python(p.edit.python, plan),
             }
             for name, p in edits.items()
@@ -96,6 +98,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
             name: {
                 "sites": [s.name for s in p.sites],
                 "kind": p.read.kind,
+                **({"mean_over": "run"} if p.read.over == "run" else {}),
                 "tokens": p.read.tokens.to_json(),
                 "sees": p.read.sees or "after_edits",
                 "step_rows": p.step_rows,
@@ -121,12 +124,14 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "ids": list(p.ids),
                 "texts": list(p.texts),
                 "tokens": p.metric.tokens.to_json(),
+                **_normalize(p),
             }
             for name, p in plan.metrics.items()
         },
         "vectors": {
             name: {
                 **definition(spec.vectors[name], spec.saes),
+                **_means(name, plan),
                 "digest": plan.outside.get(spec.vectors[name].file or ""),
             }
             for name in sorted(used)
@@ -154,6 +159,28 @@ def _gate(plan: GatePlan) -> dict[str, Any]:
         **({} if gate.reduce is None else {"reduce": gate.reduce}),
         "step_rows": plan.step_rows,
         "requests": plan.requests,
+    }
+
+
+def _rows(edit: EditPlan, plan: Plan) -> dict[str, Any]:
+    """Whose rows an edit sets, and how many."""
+    rows = edit.edit.rows
+    if rows is None or edit.source is None:
+        return {}
+    run = {} if rows.run is None else {"run": rows.run, "digest": plan.outside.get(outside_name(rows))}
+    return {"rows": {**run, "arm": rows.arm, "read": rows.read, "slots": edit.source.slots}}
+
+
+def _normalize(metric: MetricPlan) -> dict[str, Any]:
+    arms = metric.metric.normalize
+    return {} if arms is None else {"normalize": dict(zip(("one", "zero"), arms, strict=True))}
+
+
+def _means(name: str, plan: Plan) -> dict[str, Any]:
+    """Where the numbers of a vector come from in the run: for each location of use, that of the read."""
+    return {
+        key: {"arm": source.arm, "read": source.read, "sites": dict(sorted(source.sites.items()))}
+        for key, source in plan.means.get(name, {}).items()
     }
 
 
@@ -227,6 +254,7 @@ def _arm(plan: ArmPlan) -> dict[str, Any]:
                         "vector": e.vector,
                         **({} if (e.low, e.high) == (None, None) else {"min": e.low, "max": e.high}),
                         **({} if e.feature is None else {"feature": e.feature}),
+                        **({} if e.position is None else {"position": e.position}),
                     }
                     for e in point.edits
                 ],

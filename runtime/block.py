@@ -22,13 +22,13 @@ from typing import Literal
 from torch import Tensor
 
 __all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "feature", "features", "gate",
-           "keep", "lens", "mean", "norm", "probe", "project", "project_out", "python", "python_read", "scale", "set_",
-           "zero"]  # fmt: skip
+           "keep", "lens", "mean", "norm", "probe", "project", "project_out", "put", "python", "python_read", "scale",
+           "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python", "gate"]
+EditVerb = Literal["add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "python", "gate"]
 ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
 
 
@@ -182,6 +182,11 @@ def set_(
 ) -> None:
     """stream = coefficient · vector."""
     t.notes.append(Note(name, verb="set", columns=columns, when=when))
+
+
+def put(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+    """stream = the row of the edit's source at the same position."""
+    t.notes.append(Note(name, verb="put", columns=columns))
 
 
 def project_out(

@@ -32,6 +32,7 @@ from vtaps.runtime.kernels import (
     LIVE,
     PROJECT_OUT,
     PROOF,
+    PUT,
     SCALE,
     SET,
     WORDS,
@@ -44,15 +45,16 @@ from vtaps.runtime.kernels import (
 from vtaps.runtime.live import TableError
 from vtaps.runtime.marks import Upload
 from vtaps.runtime.memory import Limits, TapMemoryError, ring_key, slots
+from vtaps.runtime.patches import memories
 from vtaps.runtime.program import USES_VECTOR, LockError, Program, SiteEntry
 from vtaps.runtime.rings import Ring
 from vtaps.runtime.sae import features_of
+from vtaps.runtime.vector_tables import vectors_at
 from vtaps.spec.behind import SAMPLES
 from vtaps.spec.slots import GATHERED_BYTES, in_model_dtype, slot_count
-from vtaps.spec.vectors import VectorError, directions
 
 CODES = {"add": ADD, "scale": SCALE, "zero": ZERO, "set": SET, "project_out": PROJECT_OUT, "clamp": CLAMP,
-         "affine": AFFINE, "feature": FEATURE}  # fmt: skip
+         "affine": AFFINE, "feature": FEATURE, "put": PUT}  # fmt: skip
 
 
 @dataclass
@@ -79,6 +81,8 @@ class Axis:
         host[: self.dirty] = 0
         for fill in edits:
             host[fill.rows, self.gates.written(fill.name)] = fill.points
+            if fill.slots is not None:
+                host[fill.rows, self.columns["slot", fill.name]] = fill.slots
             host[fill.rows, 0] = LIVE
             last = max(last, int(fill.rows[-1]) + 1)
         for fill, start in reads:
@@ -139,6 +143,8 @@ class Boards:
             self._slots = slots(program, limits, str(dtype).removeprefix("torch."))
         except TapMemoryError as error:
             raise LockError("engine.tap_memory", str(error)) from error
+        self.patches = memories(program, dtype, device)
+        self._vectored: list[tuple[Note, SiteEntry, tuple[str, ...], Tensor]] = []
         self.tokens = self._axis(False, limits.rows)
         self.requests = self._axis(True, limits.requests)
 
@@ -175,6 +181,8 @@ class Boards:
         for notes in mine.values():
             for note in notes:
                 columns.setdefault(("edit" if note.verb else "read", note.name), len(columns) + 1)
+                if note.verb == "put":
+                    columns.setdefault(("slot", note.name), len(columns) + 1)
         when = Gates.more_columns(program, columns)
         if not names:
             rows = 0
@@ -226,8 +234,9 @@ class Boards:
 
     def _gate(self, axis: Axis, row: int, site: SiteEntry, note: Note) -> Statement:
         bounds, index, used = bounds_of(self.program.uses_of[note.name])
-        vectors = self._vectors(note, site, used) if used else np.zeros((1, site.width), np.float32)
-        tables = [self._put(table) for table in (bounds, index, vectors)]
+        none = np.zeros((1, site.width), np.float32)
+        vectors = self._table(note, site, used) if used else self._put(none)
+        tables = [self._put(bounds), self._put(index), vectors]
         axis.gates.add(note.name, row, self.program.gates[note.name], tables, axis.board, axis.rings[note.name])
         return Statement(GATE, axis.columns["edit", note.name], row)
 
@@ -254,13 +263,17 @@ class Boards:
             if edit.sae[1] == "by":
                 vectors, up = up, None
         elif used or (edit.vectors and (index >= 0).any()):
-            vectors = self._put(self._vectors(note, site, tuple(str(name) for name in used)))
+            vectors = self._table(note, site, tuple(str(name) for name in used))
         mask = None
         if note.columns is not None:
             chosen = np.zeros(site.width, np.uint8)
             for a, b in note.columns:
                 chosen[a:b] = 1
             mask = self._put(chosen)
+        if edit.verb == "put":
+            memory, part = self.patches[note.name].place(site.name)
+            board.set_put(row, memory, part, self._put(index), mask)
+            return Statement(PUT, column, row, mask is not None)
         code = ADD_KEEP if note.keep_norm else ADD if edit.sae is not None and edit.sae[1] == "by" else CODES[edit.verb]
         limits = self._put(bounds) if code in (CLAMP, FEATURE) else None
         rank = max(1, len(edit.vectors))
@@ -273,19 +286,11 @@ class Boards:
         board.set_edit(row, self._put(coefficients), self._put(index), vectors, mask, limits, up, bias)
         return Statement(code, column, row, mask is not None, rank)
 
-    def _vectors(self, note: Note, site: SiteEntry, used: tuple[str, ...]) -> Any:
-        """float32 ``[n, width]``: the vectors that points name, or the directions of the edit."""
-        edit, names = self.program.edits[note.name], used or self.program.edits[note.name].vectors
-        loaded = [self.program.load_vector(name, site) for name in names]
-        cosine = edit.verb == "gate" and self.program.gates[note.name].cosine
-        if edit.verb not in ("project_out", "clamp") and not cosine:
-            return np.stack(loaded).astype(np.float32)
-        try:
-            if edit.verb == "project_out":
-                return directions(loaded, names, note.columns)
-            return np.concatenate([directions([v], [n], note.columns) for v, n in zip(loaded, names, strict=True)])
-        except VectorError as error:
-            raise LockError(f"{'edits.' * (not cosine)}{note.name}", f"{error.message} (at {site.name})") from error
+    def _table(self, note: Note, site: SiteEntry, names: tuple[str, ...]) -> Tensor:
+        """float32 ``[n, width]``: the vectors that an edit or a gate looks at, which :meth:`renew` knows."""
+        table = self._put(vectors_at(self.program, note, site, names))
+        self._vectored.append((note, site, names, table))
+        return table
 
     def _put(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -365,6 +370,13 @@ class Boards:
             mine.columns, mine.rings = its.columns, its.rings
             mine.gates.adopt(its.gates)
         self.program, self.notes, self._slots = other.program, other.notes, other._slots
+        self.patches, self._vectored = other.patches, other._vectored
+
+    def renew(self, vector: str) -> None:
+        """Put the numbers that ``vector`` has now where edits look for it.  Raises LockError."""
+        for note, site, names, table in self._vectored:
+            if vector in (names or self.program.edits[note.name].vectors):
+                table.copy_(torch.from_numpy(vectors_at(self.program, note, site, names)))
 
     def clear(self) -> None:
         """Select nothing: dummy runs, and the lens, see a model without a block."""

@@ -13,8 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save
+
+from vtaps.runtime.arguments import engine_arguments as engine_arguments
 from vtaps.runtime.compat.breaks import splitting
-from vtaps.runtime.compat.frontend import CPU_KV_CACHE, Frontend, Output, environment, is_cpu, quiet
+from vtaps.runtime.compat.frontend import Frontend, Output, environment, quiet
 from vtaps.runtime.errors import EngineError as EngineError
 from vtaps.runtime.errors import RequestError as RequestError
 from vtaps.runtime.errors import one_line as one_line
@@ -30,7 +34,6 @@ from vtaps.runtime.spool import machine_memory
 from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
-from vtaps.spec.engine_args import REFUSED
 from vtaps.spec.rows import OPEN
 from vtaps.spec.sizes import human, row_counts
 from vtaps.spec.slots import ITEM_BYTES
@@ -40,49 +43,6 @@ Progress = Callable[[str], None]
 Ended = tuple[str, tuple[Output, ...]]
 
 EXTENSION = "vtaps.runtime.worker.WorkerExtension"
-
-OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "enforce_eager": (lambda v: v is not None, "engine.mode says it"),
-    "worker_extension_cls": (bool, "the block's own methods are mixed in there"),
-}
-"""Arguments that the engine sets itself, beside those that ``vtaps.spec.engine_args`` refuses: a lock may be made by
-hand."""
-
-
-def engine_arguments(lock: Mapping[str, Any], folder: Path, *, eager: bool) -> dict[str, Any]:
-    """vLLM's arguments as the lock asks for them, without the block: what a plain engine takes.
-
-    ``eager`` runs the model without compilation and CUDA graphs; otherwise both are as the user configured them.
-    Raises EngineError (VT503) for a setting that does not go with this engine.
-    """
-    model = lock["model"]
-    asked = dict(lock.get("engine", {}).get("vllm") or {})
-    for name, (wrong, reason) in {**REFUSED, **OURS}.items():
-        if name in asked and wrong(asked[name]):
-            raise EngineError("VT503", f"engine.vllm.{name}: {asked[name]!r} does not go with this engine: {reason}")
-    args: dict[str, Any] = {
-        "model": resolve_path(model["path"], folder),
-        "dtype": model.get("dtype") or "auto",
-        **({"enforce_eager": True} if eager else {}),
-        "enable_prefix_caching": False,
-        "use_tqdm_on_load": False,
-    }
-    if model.get("tokenizer"):
-        args["tokenizer"] = resolve_path(model["tokenizer"], folder)
-    if model.get("revision"):
-        args["revision"] = model["revision"]
-    args.update(asked)
-    if is_cpu() and not {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"} & asked.keys():
-        args["kv_cache_memory_bytes"] = CPU_KV_CACHE
-        # -1 is vLLM's "as long as the KV cache holds, at most the model's own".
-        args.setdefault("max_model_len", -1)
-    return args
-
-
-def resolve_path(path: str, folder: Path) -> str:
-    """A directory relative to ``folder``, or a hub id as it is."""
-    local = (folder / Path(path).expanduser()).resolve()
-    return str(local) if local.exists() else path
 
 
 def plain_engine(
@@ -201,6 +161,22 @@ class Engine:
         self._attention = attended(program.patterns, self._call("vtaps_handshake"))
         self.program = program
 
+    def patch(self, edit: str, first: int, rows: Mapping[str, Any]) -> None:
+        """Fill the slots ``first …`` that an edit sets rows from; ``rows``: site → ``[n, width]`` in the model's dtype,
+        bfloat16 as its bits in uint16.  Raises EngineError (VT603) where they do not fit."""
+        self._told("vtaps_patch", edit, first, save({site: np.ascontiguousarray(r) for site, r in rows.items()}))
+
+    def define(self, vector: str, numbers: Mapping[str, Any]) -> None:
+        """Give a vector of a read its numbers, site → float32 ``[width]``; nothing is compiled.  Raises EngineError
+        (VT603) where they do not fit."""
+        self._told("vtaps_define", vector, save({site: np.ascontiguousarray(v) for site, v in numbers.items()}))
+        self.program.known.update(((vector, site), v) for site, v in numbers.items())
+
+    def _told(self, method: str, *args: Any) -> None:
+        for rank, answer in enumerate(self._call(method, *args)):
+            if answer:
+                raise EngineError("VT603", f"worker {rank}: {answer}")
+
     def _write(self, lock: Mapping[str, Any], folder: Path, block: Path, path: Path) -> Path:
         """Write what the workers read at start; returns the manifest's absolute path."""
         path = path.resolve()
@@ -303,6 +279,9 @@ class Engine:
             asked["matches"] = {text: [list(s) for s in spans] for text, spans in request.matches.items()}
         if request.turns:
             asked["turns"] = [list(turn) for turn in request.turns]
+        if request.patches:
+            told = request.patches.items()
+            asked["patches"] = {n: {"first": at, "positions": [list(r) for r in ranges]} for n, (at, ranges) in told}
         try:
             # What the worker would refuse is refused here, where it costs one request and not the engine.
             self.program.compile(request.arm, request.point, len(request.prompt_token_ids), asked)

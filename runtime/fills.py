@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -31,7 +31,8 @@ class Fill:
     """The rows of one step for one edit or read at ``sites``, in batch order, and their ``positions``.
 
     Rows ``bounds[i] … bounds[i+1]−1`` are of ``lives[i]``, which had taken ``before[i]`` rows for the read before;
-    ``points[i]`` numbers the use of the edit at row ``i`` (see :attr:`Program.uses_of`, counted from 1).  ``sampled``:
+    ``points[i]`` numbers the use of the edit at row ``i`` (see :attr:`Program.uses_of`, counted from 1), and of ``put``
+    ``slots[i]`` is the 1-based slot that the row comes from.  ``sampled``:
     the sites have a row a request.  ``placed``: what the harvest knows of where its rows go, by sites.
     """
 
@@ -44,6 +45,7 @@ class Fill:
     bounds: Ints
     before: Ints
     points: npt.NDArray[np.int32] | None = None
+    slots: npt.NDArray[np.int32] | None = None
     placed: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -136,8 +138,8 @@ class Found:
         else:
             self.add(live, positions, positions + shift, len(positions), point)
 
-    def fill(self, name: str, sites: tuple[str, ...], sampled: bool, *, edit: bool) -> Fill:
-        """Raises TableError for rows that are not sorted."""
+    def fill(self, name: str, sites: tuple[str, ...], sampled: bool, *, edit: bool, put: bool = False) -> Fill:
+        """Raises TableError for rows that are not sorted, and for one of ``put`` that is in no slot."""
         rows, positions = _joined(self.rows, self.counts), _joined(self.positions, self.counts)
         if len(rows) > 1 and not np.all(np.diff(rows) > 0):
             raise TableError(f"{name}: the rows of a step are not sorted and unique")
@@ -149,7 +151,18 @@ class Found:
             taken = [live.places.get(key) for live in self.lives]
             before = np.array([0 if t is None else t.count for t in taken], np.int64)
         bounds = np.concatenate([[0], np.cumsum(self.counts)])
-        return Fill(name, sites, sampled, rows, positions, tuple(self.lives), bounds, before, points)
+        fill = Fill(name, sites, sampled, rows, positions, tuple(self.lives), bounds, before, points)
+        return replace(fill, slots=self._slots(name, fill)) if put else fill
+
+    def _slots(self, name: str, fill: Fill) -> npt.NDArray[np.int32]:
+        found = []
+        for part in fill.parts:
+            patch = part.live.patches.get(name)
+            slots = None if patch is None else patch.slots(part.positions)
+            if slots is None:
+                raise TableError(f"{name}: request {part.live.key[0]!r} has no source for its rows")
+            found.append(slots)
+        return np.concatenate(found).astype(np.int32) + 1
 
     def at_samples(self, sampled_rows: Mapping[int, int]) -> Found:
         """What of it is at rows that are sampled, where a row is the request's number in the batch."""

@@ -63,7 +63,7 @@ class Harvest:
         program: Program,
         device: torch.device,
         lens: Lens | None,
-        probes: Mapping[str, Mapping[str, Probe]],
+        probes: dict[str, dict[str, Probe]],
         grow: Callable[[Ring, int], None],
         spool: Spool,
         saes: Mapping[str, Mapping[str, Encoder]],
@@ -90,6 +90,10 @@ class Harvest:
         self._arrived = threading.Condition()
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
+
+    def probe(self, read: str, probes: Mapping[str, Probe]) -> None:
+        """Other vectors for a read, by site."""
+        self._probes[read] = dict(probes)
 
     # -- before a step
 

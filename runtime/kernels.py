@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12]
+Code = Literal[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 """What a statement does, with x the row's hidden state, r its residual (absent: 0), c the point's coefficient,
 s = x + r in float32, and u orthonormal vectors:
 
@@ -36,8 +36,9 @@ s = x + r in float32, and u orthonormal vectors:
 | AFFINE | | s + Σ c · (s · a + bias) · b, over the pairs of vectors a and b | 0 |
 | FEATURE | | s + (c − f) · b, f = s · a + bias where that is above the threshold, else 0; left alone where f is c | 0 |
 | GATE | memory = score, passed, score in float32 | | |
+| PUT | | the row of a patch memory, to the bit | 0 |
 
-From ADD_KEEP on they sum over a row: lengths and products in float32, over the columns of the statement's mask.
+From ADD_KEEP on all but PUT sum over a row: lengths and products in float32, over the columns of the statement's mask.
 
 A gate's score is s · vector, or that over ‖s‖ (0 where that is 0); a row passes where low < score < high.  For each of
 the edits that it gates the launch writes the column that their statements look at, of every row with a state: what the
@@ -54,6 +55,7 @@ ADD_KEEP: Final[Code] = 6
 PROJECT_OUT: Final[Code] = 7
 CLAMP: Final[Code] = 8
 AFFINE: Final[Code] = 9
+PUT: Final[Code] = 10
 GATE: Final[Code] = 11
 FEATURE: Final[Code] = 12
 
@@ -88,7 +90,7 @@ class Statement:
 
     ``column`` (≥ 1) of the row table drives it; ``descriptor`` is its row of :attr:`Board.descriptors`; ``masked``: an
     edit of only those columns where the descriptor's mask is not 0; ``rank``: how many vectors PROJECT_OUT
-    takes, or pairs AFFINE.
+    takes, or pairs AFFINE.  PUT has the next column too.
     """
 
     code: Code
@@ -147,7 +149,7 @@ class LocationProgram:
     @cached_property
     def sums(self) -> bool:
         """Whether a statement looks at a row as a whole."""
-        return any(s.code > SET for s in self.statements)
+        return any(s.code > SET and s.code != PUT for s in self.statements)
 
     @cached_property
     def started(self) -> dict[tuple[Any, ...], Any]:
@@ -169,7 +171,8 @@ class Board:
     """What the launches of one worker read, all on the model's device.
 
     ``rows``: int32 ``[max_rows, 1 + columns]``.  Column 0 is the row's state; the others are 0 where their statement
-    has nothing to do, else the 1-based point of an edit or the 1-based slot of a read.
+    has nothing to do, else the 1-based point of an edit or the 1-based slot of a read.  The column after that of PUT
+    is the 1-based slot that it takes the row from.
 
     ``descriptors``: int64 ``[n, WORDS]``; addresses are data, so that a table may move without a new graph.
 
@@ -179,6 +182,8 @@ class Board:
       biases and thresholds, float32 ``[2, points + 1]``, or 0; how long each of them is; of b of AFFINE and FEATURE
       like the vectors, or 0; of AFFINE's bias, or 0;
     - a read: address of the memory; elements from slot to slot; elements from a slot's start to this location's part;
+    - PUT: address of the memory; the vector index, as of an edit (0 where it acts); elements from slot to slot; the
+      mask, or 0; elements from a slot's start to this location's part;
     - a gate: address of the bounds, float32 ``[2, points + 1]``; of the vector index and the vectors, as of an edit; of
       the wiring, int32: column of the slots, 1 for a cosine, how many edits it gates, and of each the column that the
       host writes and the one that its statements look at; of the memory, float32 ``[slots, 1, 3]``; points + 1.
@@ -273,6 +278,26 @@ class Board:
             raise ValueError(f"the memory of a gate has shape {list(memory.shape)}")
         tensors = [bounds, vector_index, vectors, wiring, memory]
         self._write(row, [*(t.data_ptr() for t in tensors), bounds.shape[1]], tensors)
+
+    def set_put(self, row: int, memory: Tensor, site: int, vector_index: Tensor, mask: Tensor | None = None) -> None:
+        """Point descriptor ``row`` at part ``site`` of the patch memory ``[slots, sites, width]`` in the model's
+        dtype; ``vector_index`` int32 ``[points + 1]`` and ``mask`` uint8 ``[width]`` as of :meth:`set_edit`.
+
+        Slots are not compared with ``memory`` in a launch.  Raises ValueError for a tensor that the kernel could not
+        read, IndexError for a site that the memory lacks.
+        """
+        self._check("memory", memory, 3)
+        self._check("vector_index", vector_index, 1)
+        if not 0 <= site < memory.shape[1]:
+            raise IndexError(f"site {site} of memory with {memory.shape[1]}")
+        width = memory.shape[2]
+        if mask is not None:
+            self._check("mask", mask, 1)
+            if mask.shape[0] != width:
+                raise ValueError(f"the mask is {mask.shape[0]} wide and the memory {width}")
+        words = [memory.data_ptr(), vector_index.data_ptr(), memory.shape[1] * width]
+        words += [0 if mask is None else mask.data_ptr(), site * width]
+        self._write(row, words, [t for t in (memory, vector_index, mask) if t is not None])
 
     def adopt(self, other: Board) -> None:
         """Point the descriptors where those of ``other``, of as many, point, and keep alive what they name."""

@@ -14,6 +14,7 @@ from vtaps.runtime.kernels import (
     KEEP32,
     PROJECT_OUT,
     PROOF,
+    PUT,
     SCALE,
     SET,
     ZERO,
@@ -29,17 +30,21 @@ def edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | None
         return
     coefficients_at, index_at, vectors_at, mask_at, bounds_at = board.descriptors[statement.descriptor].tolist()[:5]
     picked = points[rows]
+    slots = board.rows[rows, statement.column + 1].long() if statement.code == PUT else None
     index = board.tensors[index_at].index_select(0, picked)
-    active = index >= 0
+    active = index >= 0 if slots is None else (index >= 0) & (slots > 0)
     rows, picked, index = rows[active], picked[active], index[active]
     if not rows.shape[0]:  # there may be no vectors then
         return
     before = hidden.index_select(0, rows)
     other = None if rest is None else rest.index_select(0, rows)
-    coefficient = board.tensors[coefficients_at].index_select(0, picked).unsqueeze(1)
+    if slots is None:
+        coefficient = board.tensors[coefficients_at].index_select(0, picked).unsqueeze(1)
     mask = board.tensors[mask_at].bool() if statement.masked else None
     here = torch.ones_like(before, dtype=torch.bool) if mask is None else mask.expand(before.shape)
-    if statement.code > SET:
+    if slots is not None:
+        after = _parts(board.tensors[coefficients_at], vectors_at, bounds_at, before).index_select(0, slots[active] - 1)
+    elif statement.code > SET:
         total = before.float() if other is None else before.float() + other.float()
         own = total.where(here, 0.0)
         if statement.code == ADD_KEEP:
@@ -84,6 +89,13 @@ def edit(board: Board, statement: Statement, hidden: Tensor, rest: Tensor | None
     hidden.index_copy_(0, rows, torch.where(here, after, before))
     if rest is not None and other is not None and statement.code > ADD:
         rest.index_copy_(0, rows, other.masked_fill(here, 0.0))
+
+
+def _parts(memory: Tensor, stride: int, offset: int, like: Tensor) -> Tensor:
+    """A location's part of each slot of ``memory``, ``[slots, width]``."""
+    if memory.dtype != like.dtype:
+        raise ValueError(f"memory for {like.dtype} rows is {memory.dtype}")
+    return memory.as_strided((memory.shape[0], like.shape[1]), (stride, 1), memory.storage_offset() + offset)
 
 
 def read(

@@ -31,6 +31,7 @@ AFFINE = tl.constexpr(kernels.AFFINE)
 FEATURE = tl.constexpr(kernels.FEATURE)
 GATE = tl.constexpr(kernels.GATE)
 GATE_WIDTH = tl.constexpr(kernels.GATE_WIDTH)
+PUT = tl.constexpr(kernels.PUT)
 WORDS = tl.constexpr(kernels.WORDS)
 MOST = tl.constexpr(kernels.DIRECTIONS)
 PROOF = tl.constexpr(kernels.PROOF)
@@ -82,6 +83,9 @@ def tap(
             index = tl.load(descriptors + words[i] // 2 % DESCRIPTORS * WORDS + 1).to(tl.pointer_type(tl.int32))
             chosen = tl.load(index + value, mask=(value > 0) & (state != PROOF), other=-1)
             active = chosen >= 0
+            if CODES[i] == PUT:
+                chosen = tl.load(table + words[i] // (2 * DESCRIPTORS) + 1, mask=active, other=0) - 1
+                active = chosen >= 0
             if CODES[i] == GATE:
                 # Of every row with a state it says what its edits do.
                 busy |= state != 0
@@ -143,7 +147,12 @@ def tap(
             if MASKED[i]:
                 mask = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(tl.uint8)), 16)
                 here = here & (tl.load(mask + cols, mask=here, other=0) != 0)
-            if CODES[i] > SET:
+            if CODES[i] == PUT:
+                memory = tl.multiple_of(tl.load(place).to(tl.pointer_type(dtype)), 16)
+                slot = found[i][2].to(tl.int64) * tl.multiple_of(tl.load(place + 2), ALIGN)
+                offset = tl.multiple_of(tl.load(place + 4), ALIGN)
+                new = tl.load(memory + slot + offset + cols, mask=here, other=0.0)
+            elif CODES[i] > SET:
                 total = h.to(tl.float32)
                 if residual is not None:
                     total += r.to(tl.float32)

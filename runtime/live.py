@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vtaps.runtime.patch_rows import Patch
 from vtaps.runtime.program import Compiled, PointEdit
 from vtaps.spec.rows import OPEN, Interval, merge
 
@@ -128,7 +129,8 @@ class Live:
     for it, and its last position there; ``span``: the steps of that plan; ``fired``: edit → half-open ranges of
     positions; ``taken``: read → the first position that it has not taken yet; ``places``: (read, at sampled rows) → the
     positions that it has taken; ``kept``: (read, sites) → what the harvest holds; ``chosen``: what selects the
-    positions of the range ``calm``; ``seats``: request gate → the number, from 1, under which the device decides.
+    positions of the range ``calm``; ``seats``: request gate → the number, from 1, under which the device decides;
+    ``patches``: edit → where its rows are in the memory of ``put``.
     """
 
     request_id: str
@@ -147,6 +149,7 @@ class Live:
     calm: Interval = (0, 0)
     chosen: Chosen = NOTHING
     seats: dict[str, int] = field(default_factory=dict)
+    patches: Mapping[str, Patch] = field(default_factory=dict)
 
     def positions(self, read: str, sampled: bool, stop: int) -> Ints:
         """What it has taken for ``read`` below the position ``stop``, in order."""

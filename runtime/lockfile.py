@@ -179,9 +179,10 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     sae = (str(data["sae"]["dir"]), _one_of(data["sae"]["does"], DOES, "does")) if verb == "feature" else None
     kept, value = bool(data.get("keep_norm")), bool(data.get("value"))
     when = None if data.get("when") is None else gate_key(str(data["when"]))
-    if when is not None and verb == "python":
-        raise ValueError("an edit in Python has no gate")
-    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, sae, value, when)
+    if when is not None and verb in ("python", "put"):
+        raise ValueError("an edit in Python, or one that sets rows, has no gate")
+    slots = int(data["rows"]["slots"]) if verb == "put" else 0
+    return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, sae, value, when, slots)
 
 
 def _gate(name: str, data: Mapping[str, Any]) -> GateEntry:
@@ -242,6 +243,7 @@ def _arm(data: Mapping[str, Any], edits: Mapping[str, EditEntry]) -> ArmEntry:
                 e.get("min"),
                 e.get("max"),
                 e.get("feature"),
+                e.get("position"),
             )
             for e in point.get("edits") or ()
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vtaps.runtime import sae
 from vtaps.runtime.program import USES_VECTOR, Program
-from vtaps.spec.slots import HELD_STEPS, allotted, row_bytes, slot_rows
+from vtaps.spec.slots import HELD_STEPS, ITEM_BYTES, allotted, row_bytes, slot_rows
 
 EAGER_SLOTS = 1024
 
@@ -42,13 +42,25 @@ def slots(program: Program, limits: Limits, dtype: str) -> dict[str, int]:
     later = {key: HELD_STEPS * rows for key, (rows, _) in needs.items() if _later(program, key)}
     needs = {key: need for key, need in needs.items() if key not in later}
     held = sum(HELD_STEPS * rows * size for rows, size in needs.values())
-    allowed = program.tap_memory
+    patched = patch_bytes(program, dtype)
+    allowed = None if program.tap_memory is None else program.tap_memory - patched
     if allowed is not None and held > allowed:
+        if patched:
+            raise TapMemoryError(
+                f"the rows that edits set take {patched} bytes and the slots of {len(needs)} reads {held}, and "
+                f"{program.tap_memory} are allowed"
+            )
         raise TapMemoryError(
             f"the slots of {len(needs)} reads take {held} bytes for {limits.requests} requests and "
             f"{limits.step_rows} tokens a step, and {allowed} are allowed; lower max_num_seqs or max_num_batched_tokens"
         )
     return allotted(needs, allowed) | later
+
+
+def patch_bytes(program: Program, dtype: str) -> int:
+    """What `put` takes rows from."""
+    rows = ((e.slots, sum(program.sites[s].width for s in e.sites)) for e in program.edits.values() if e.verb == "put")
+    return sum(slots * width * ITEM_BYTES[dtype] for slots, width in rows)
 
 
 def _later(program: Program, key: str) -> bool:
@@ -77,12 +89,14 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
     total = sum(n * needs[key][1] for key, n in slots(program, limits, dtype).items() if not _later(program, key))
     for sampled, rows in ((False, limits.rows), (True, limits.requests)):
         places = [e.sites for e in program.edits.values()] + [r.sites for r in program.reads.values()]
+        places += [e.sites for e in program.edits.values() if e.verb == "put"]
         uses = sum(any(program.sites[s].sampled == sampled for s in sites) for sites in places)
         if not sampled:
             # What gates need beside the columns of their points and slots.
             uses += sum(edit.when is not None for edit in program.edits.values())
             uses += 2 * sum(gate.reduce is not None for gate in program.gates.values())
         total += 4 * rows * (1 + uses) if uses else 0
+    total += patch_bytes(program, dtype)
     for name, edit in program.edits.items():
         if edit.verb in USES_VECTOR or edit.vectors or edit.sae is not None:
             used = program.used_at.get(name, {})

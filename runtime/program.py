@@ -8,15 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from vtaps.spec.rows import Facts, Interval, Rows, Selection, compile_rows
+import numpy as np
+
+from vtaps.runtime.patch_rows import patches_of
+from vtaps.spec.rows import OPEN, Facts, Interval, Rows, Selection, compile_rows
 from vtaps.spec.saes import Sae, files_of, folder_at, open_sae
 from vtaps.spec.store import Store
 from vtaps.spec.vectors import Floats, VectorError, file_digest, read_affine, read_probe, read_vector
 
-Verb = Literal["add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python", "gate"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "project_out", "clamp", "affine", "feature", "python")
+Verb = Literal["add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "python", "gate"]
+VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "python")
 """Of the lock's edits; ``gate`` is not one of them."""
-WITHOUT_COEFFICIENT = ("zero", "clamp", "python", "gate")
+WITHOUT_COEFFICIENT = ("zero", "put", "clamp", "python", "gate")
 USES_VECTOR = ("add", "set", "clamp", "gate")
 Kind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python", "gate"]
 KINDS: tuple[Kind, ...] = ("rows", "mean", "norm", "project", "probe", "lens", "features", "python")
@@ -71,7 +74,7 @@ class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
     file, the function in it, the file's sha256; ``sae``: the folder of ``feature``'s SAE and what is done, ``to`` or
     ``by``; ``value``: its points' coefficients stand in place of a vector; ``when``: the key of its gate in
-    :attr:`Program.gates`."""
+    :attr:`Program.gates`; ``slots``: how many rows the memory of ``put`` holds."""
 
     verb: Verb
     sites: tuple[str, ...]
@@ -83,6 +86,7 @@ class EditEntry:
     sae: tuple[str, str] | None = None
     value: bool = False
     when: str | None = None
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ class MetricEntry:
 
 @dataclass(frozen=True)
 class PointEdit:
+    """``position``: the only one of its rows that the point edits, None for all of them."""
+
     edit: str
     sites: tuple[str, ...]
     coefficient: float | None
@@ -142,6 +148,8 @@ class PointEdit:
     low: float | None = None
     high: float | None = None
     feature: int | None = None
+    # Which row it is stands in the row table: uses that differ in it alone are one.
+    position: int | None = field(default=None, compare=False)
 
     @property
     def operand(self) -> str | None:
@@ -190,6 +198,7 @@ class Compiled:
 @dataclass(frozen=True)
 class Program:
     """A lock, parsed.  ``folder`` is what its relative file names start from; ``mode`` is ``taps`` or ``eager``.
+    ``known``: (vector, site) → its numbers, of vectors that a read of the run gives.
 
     A gate is an edit, whose uses are its bounds, and a read, of its scores, under one key (``gates.NAME``)."""
 
@@ -212,6 +221,7 @@ class Program:
     outside: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, GateEntry] = field(default_factory=dict)
     patterns: Mapping[str, PatternEntry] = field(default_factory=dict)
+    known: dict[tuple[str, str], Floats] = field(default_factory=dict, repr=False, compare=False)
     checked: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     saes: dict[str, Sae] = field(default_factory=dict, repr=False, compare=False)
     compiled: dict[tuple[str, int, int], Compiled] = field(default_factory=dict, repr=False, compare=False)
@@ -226,20 +236,37 @@ class Program:
         return points[point]
 
     def compile(self, arm: str, point: int, prompt: int, asked: Mapping[str, Any]) -> Compiled:
-        """The selectors of one request of ``prompt`` tokens; ``asked`` holds its ``matches`` and ``turns``.
+        """The selectors of one request of ``prompt`` tokens; ``asked``: its ``matches``, ``turns`` and ``patches``.
 
         Raises LockError.
         """
         key = None if asked.get("matches") or asked.get("turns") else (arm, point, prompt)
-        if key is None:
-            return self._compile(arm, point, prompt, asked)
-        if key not in self.compiled:
-            self.compiled[key] = self._compile(arm, point, prompt, asked)
-        return self.compiled[key]
+        compiled = None if key is None else self.compiled.get(key)
+        if compiled is None:
+            compiled = self._compile(arm, point, prompt, asked)
+        if key is not None:
+            self.compiled[key] = compiled
+        if any(self.edits[use.edit].verb == "put" for use, _ in compiled.edits):
+            self._check_patches(compiled, prompt, asked)
+        return compiled
+
+    def _check_patches(self, compiled: Compiled, prompt: int, asked: Mapping[str, Any]) -> None:
+        """Raises LockError where a request would have a row set that is in no slot."""
+        patches = patches_of(asked)
+        for use, which in compiled.edits:
+            selection, patch = compiled.selections[which], patches.get(use.edit)
+            if self.edits[use.edit].verb != "put" or not selection.intervals:
+                continue
+            if patch is None:
+                raise LockError(f"edits.{use.edit}", "it sets rows, and this request has no source for them")
+            # Which rows hold an id is known at the step, which looks again.
+            if selection.by_position and patch.slots(selection.select(0, np.zeros(prompt, np.int64))) is None:
+                raise LockError(f"edits.{use.edit}", "it sets rows, and this request has no source for some of them")
 
     def _compile(self, arm: str, point: int, prompt: int, asked: Mapping[str, Any]) -> Compiled:
         chosen = self.point(arm, point)
         entry = self.arms[arm]
+        self._check_known(chosen, entry)
         facts = Facts(
             prompt=prompt,
             matches={
@@ -249,20 +276,26 @@ class Program:
             overrides={n: (s, len(self.overrides[n].ids)) for n, s in chosen.overrides.items()},
         )
         reads = [*entry.reads, *(e.edit for e in chosen.edits if e.edit in self.gates)]
-        index: dict[Rows, int] = {}
+        index: dict[tuple[Rows, Interval], int] = {}
         selections: list[Selection] = []
 
-        def use(rows: Rows, where: str) -> int:
-            if rows not in index:
+        def use(rows: Rows, where: str, within: Interval = (0, OPEN)) -> int:
+            if (rows, within) not in index:
                 try:
-                    selections.append(compile_rows(rows, facts))
+                    found = compile_rows(rows, facts)
                 except KeyError as error:
                     raise LockError(where, f"the request says nothing of {error}") from error
-                index[rows] = len(selections) - 1
-            return index[rows]
+                selections.append(found.within(within))
+                index[rows, within] = len(selections) - 1
+            return index[rows, within]
+
+        def edited(edit: PointEdit) -> int:
+            entry, last = self.edits[edit.edit], OPEN if self.edits[edit.edit].verb != "put" else prompt
+            within = (0, last) if edit.position is None else (edit.position, min(edit.position + 1, last))
+            return use(entry.tokens, f"edits.{edit.edit}", within)
 
         return Compiled(
-            edits=tuple((e, use(self.edits[e.edit].tokens, f"edits.{e.edit}")) for e in chosen.edits),
+            edits=tuple((e, edited(e)) for e in chosen.edits),
             reads=tuple((r, use(self.reads[r].tokens, f"reads.{r}")) for r in reads),
             metrics=tuple((m, use(self.metrics[m].tokens, f"metrics.{m}")) for m in entry.metrics),
             overrides=tuple((start, self.overrides[n].ids) for n, start in chosen.overrides.items()),
@@ -273,6 +306,14 @@ class Program:
             },
             selections=tuple(selections),
         )
+
+    def _check_known(self, point: Point, arm: ArmEntry) -> None:
+        """Raises LockError where an arm uses a vector at a point that the run has not made yet."""
+        uses = [(n, e.sites) for e in point.edits for n in (e.vector, *self.edits[e.edit].vectors) if n is not None]
+        uses += [(n, self.reads[r].sites) for r in arm.reads for n in self.reads[r].vectors]
+        for name, sites in uses:
+            if self.vectors[name].get("read") is not None and any((name, s) not in self.known for s in sites):
+                raise LockError(f"vectors.{name}", "it is the mean of a read, and nobody has given its numbers yet")
 
     @cached_property
     def uses_of(self) -> Mapping[str, Mapping[PointEdit, int]]:
@@ -310,8 +351,11 @@ class Program:
         return {e: {s: frozenset(v) for s, v in sites.items()} for e, sites in found.items()}
 
     def load_vector(self, name: str, site: SiteEntry) -> Floats:
-        """float32 ``[site.width]``, its file's digest checked once.  Raises LockError."""
+        """float32 ``[site.width]``, its file's digest checked once; NaN until a run makes it.  Raises LockError."""
         definition = self.vectors[name]
+        if definition.get("read") is not None:
+            found = self.known.get((name, site.name))
+            return np.full(site.width, np.nan, np.float32) if found is None else found
         entry = f"vectors.{name}"
         try:
             if definition.get("sae") is not None:

@@ -15,7 +15,8 @@ from vtaps.spec.rows import Interval
 @dataclass(frozen=True)
 class Request:
     """One prompt × arm × sweep point.  ``key`` is unique in a run; ``matches`` and ``turns`` are what the prompt's
-    text decides for selectors (see ``vtaps.spec.rows.Facts``)."""
+    text decides for selectors (see ``vtaps.spec.rows.Facts``).  ``patches``: edit that sets rows → (first slot,
+    half-open ranges of the positions whose rows are there, in order)."""
 
     key: str
     arm: str
@@ -27,6 +28,7 @@ class Request:
     turns: tuple[tuple[str, int, int], ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     prompt_text: str | None = None
+    patches: Mapping[str, tuple[int, tuple[Interval, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

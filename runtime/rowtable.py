@@ -14,7 +14,19 @@ from typing import Any
 import numpy as np
 
 from vtaps.runtime.fills import Fill, Found, MetricFill, StepPlan, by_live, ranges
-from vtaps.runtime.live import Batch, Chosen, Ints, Live, Places, RequestKey, Scheduled, Span, TableError, choose
+from vtaps.runtime.live import (
+    Batch,
+    Chosen,
+    Ints,
+    Live,
+    Places,
+    RequestKey,
+    Scheduled,
+    Span,
+    TableError,
+    choose,
+)
+from vtaps.runtime.patch_rows import patches_of
 from vtaps.runtime.program import Program
 from vtaps.spec.rows import OPEN, Interval
 
@@ -57,6 +69,7 @@ class RowTable:
         self.number = 0
         self._open: _Open | None = None
         self._seats = {name: _Seats() for name, gate in program.gates.items() if gate.reduce is not None}
+        self._put = frozenset(name for name, edit in program.edits.items() if edit.verb == "put")
         sites = program.sites
 
         def split(names: Sequence[str], sampled: bool) -> tuple[str, ...]:
@@ -68,7 +81,8 @@ class RowTable:
     def admit(self, request_id: str, asked: Mapping[str, Any] | None, prompt: int, end: int = OPEN) -> None:
         """Take a request in at its first step; ``asked`` is its ``extra_args["vtaps"]``, None for a plain one.
 
-        Raises TableError for a key that is alive, LockError for what the lock does not know.
+        Raises TableError for a key that is alive, LockError for what the lock does not know, or a row that is to be set
+        from one that is not there.
         """
         if request_id in self.live:
             return
@@ -79,7 +93,8 @@ class RowTable:
         if key in self.alive or key in self.done:
             raise TableError(f"request key {key[0]!r} (child {key[1]}) is alive twice")
         compiled = self.program.compile(str(asked["arm"]), int(asked["point"]), prompt, asked)
-        self.live[request_id] = Live(request_id, key, prompt, compiled, end)
+        patches = patches_of(asked)
+        self.live[request_id] = Live(request_id, key, prompt, compiled, end, patches=patches)
         self.alive[key] = request_id
 
     def finish(self, request_id: str) -> None:
@@ -204,6 +219,8 @@ class RowTable:
                     live.calm, live.chosen = alike[which]
                 left = min(left, live.calm[1] - start)
                 chosen = live.chosen
+                if chosen.edits and not self._put.isdisjoint(e for e, _ in chosen.edits):
+                    left = 1  # the next row is in another slot
                 for edit, point in chosen.edits:
                     edits.setdefault(edit, Found()).add(live, start, offset, 1, point)
                 for read in chosen.reads:
@@ -247,7 +264,8 @@ class RowTable:
                 for sampled, sites in zip((False, True), table[name], strict=True):
                     mine = found.at_samples(sampled_rows) if sampled and sites else found
                     if sites and mine.lives:
-                        fills[sampled][kind].append(mine.fill(name, sites, sampled, edit=kind == 0))
+                        put = kind == 0 and name in self._put
+                        fills[sampled][kind].append(mine.fill(name, sites, sampled, edit=kind == 0, put=put))
         plan = StepPlan(
             total=int(batch.counts.sum()),
             edits=tuple(fills[False][0]),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.numpy import load
 from torch import Tensor, nn
 
 from vtaps.runtime import kernels, ops
@@ -138,7 +139,7 @@ class Session:
         return Harvest(program, self.device, lens, found, self.boards.grow, self.spool, saes)
 
     @property
-    def bytes(self) -> int:
+    def device_bytes(self) -> int:
         """Device memory of all tables, vectors, slots and SAEs."""
         return self.boards.bytes + self._sae_bytes
 
@@ -383,6 +384,21 @@ class Session:
 
     # -- results
 
+    def patch(self, name: str, first: int, payload: bytes) -> None:
+        """Fill slots of the memory of an edit that sets rows; see :meth:`PatchMemory.write`.  Raises LockError."""
+        self.boards.patches[name].write(name, first, payload)
+
+    def define(self, name: str, payload: bytes) -> None:
+        """Give a vector its numbers; ``payload``: safetensors, site → float32 ``[width]``.  Raises LockError."""
+        for site, numbers in load(payload).items():
+            if site not in self.program.sites or numbers.shape != (self.program.sites[site].width,):
+                raise LockError(f"vectors.{name}", f"{list(numbers.shape)} came for {site}")
+            self.program.known[name, site] = numbers.astype(np.float32)
+        self.boards.renew(name)
+        for read, sites in probes(self.program, self.device).items():
+            if name in self.program.reads[read].vectors:
+                self.harvest.probe(read, sites)
+
     def collect(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Record]]:
         """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError, SpoolError."""
         return [(key, record_of(found)) for key, found in self.hand_over(wanted)]
@@ -403,7 +419,7 @@ class Session:
             "locations": list(self.installed),
             "recorded": sorted(self.recorded),
             "breaks": sorted(self.breaks),
-            "tap_bytes": self.bytes,
+            "tap_bytes": self.device_bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
             "pid": os.getpid(),
         }

@@ -53,6 +53,26 @@ class WorkerExtension:
             return str(error)
         return ""
 
+    def vtaps_patch(self, name: str, first: int, payload: bytes) -> str:
+        """Fill slots of the memory of an edit that sets rows; returns why not, or nothing."""
+        from vtaps.runtime.program import LockError
+
+        try:
+            self.vtaps_session.patch(name, first, payload)  # type: ignore[attr-defined]
+        except LockError as error:
+            return str(error)
+        return ""
+
+    def vtaps_define(self, name: str, payload: bytes) -> str:
+        """Give a vector its numbers; returns why not, or nothing."""
+        from vtaps.runtime.program import LockError
+
+        try:
+            self.vtaps_session.define(name, payload)  # type: ignore[attr-defined]
+        except LockError as error:
+            return str(error)
+        return ""
+
     def vtaps_collect(self, wanted: Sequence[tuple[str, int, int]], asker: int, held: int) -> Any:
         """Records of ``(key, child, generated tokens)``; the worker forgets them.
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vtaps.spec.diagnostics import Diagnostic, nearest
+import numpy as np
+
+from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.document import Document
 from vtaps.spec.names import defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit, PointGate
-from vtaps.spec.selectors import gates_of
+from vtaps.spec.prompts import ReadyPrompt
+from vtaps.spec.rows import Rows, compile_rows
+from vtaps.spec.selectors import facts_of, gates_of
 from vtaps.spec.spec import BOUNDS, Arm, Axis, Spec
+
+Prompts = Mapping[str, tuple[ReadyPrompt, ...]]
 
 FIELDS = {"add": ("vector",), "set": ("vector",), "clamp": ("vector", "min", "max"), "feature": ("index",)}
 """What a sweep may give an edit beside its coefficient."""
@@ -30,15 +36,15 @@ class _Setting:
 
 
 def plan_arms(
-    spec: Spec, edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan], doc: Document,
+    spec: Spec, edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan], prompts: Prompts, doc: Document,
     found: list[Diagnostic],
 ) -> dict[str, ArmPlan]:  # fmt: skip
-    return {name: _arm(arm, spec, edits, overrides, doc, found) for name, arm in spec.arms.items()}
+    return {name: _arm(arm, spec, edits, overrides, prompts, doc, found) for name, arm in spec.arms.items()}
 
 
 def _arm(
-    arm: Arm, spec: Spec, edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan], doc: Document,
-    found: list[Diagnostic],
+    arm: Arm, spec: Spec, edits: Mapping[str, EditPlan], overrides: Mapping[str, OverridePlan], prompts: Prompts,
+    doc: Document, found: list[Diagnostic],
 ) -> ArmPlan:  # fmt: skip
     for section in ("reads", "edits", "overrides", "metrics", "prompts"):
         names = getattr(arm, section) or ()
@@ -46,7 +52,7 @@ def _arm(
             if name in names[:i]:
                 found.append(Diagnostic("VT319", f"{name!r} stands twice in {section}", doc.at(*arm.where, section, i)))
     sampling = {**spec.sampling, **arm.sampling}
-    factors = [f for factor in arm.sweep if (f := _factor(arm, factor, spec, edits, doc, found))]
+    factors = [f for factor in arm.sweep if (f := _factor(arm, factor, spec, edits, prompts, doc, found))]
     points = []
     for combination in itertools.product(*factors):
         settings = [s for step in combination for s in step]
@@ -71,13 +77,13 @@ def _arm(
 
 
 def _factor(
-    arm: Arm, factor: tuple[Axis, ...], spec: Spec, edits: Mapping[str, EditPlan], doc: Document,
+    arm: Arm, factor: tuple[Axis, ...], spec: Spec, edits: Mapping[str, EditPlan], prompts: Prompts, doc: Document,
     found: list[Diagnostic],
 ) -> list[tuple[_Setting, ...]]:  # fmt: skip
     """The steps of one factor: in each, every axis has one value."""
     columns: list[list[_Setting]] = []
     for axis in factor:
-        values = _axis(arm, axis, spec, edits, doc, found)
+        values = _axis(arm, axis, spec, edits, prompts, doc, found)
         if values is not None:
             columns.append(values)
     lengths = {len(c) for c in columns}
@@ -96,15 +102,17 @@ def _paths(arm: Arm, spec: Spec) -> list[str]:
         if name in spec.edits:
             edit = spec.edits[name]
             own = (edit.coefficient_key,) if edit.coefficient_key is not None else ()
-            more = () if edit.by_value else FIELDS.get(edit.verb, ())
-            out += [f"{name}.at", f"{name}.on", *(f"{name}.{edit.verb}.{f}" for f in (*own, *more))]
+            more = () if edit.by_value or edit.rows is not None else FIELDS.get(edit.verb, ())
+            fields = (f"{name}.{edit.verb}.{f}" for f in (*own, *more))
+            out += [f"{name}.at", f"{name}.tokens", f"{name}.on", *fields]
     out += [f"{name}.{bound}" for name in gates_of(arm, spec) for bound in BOUNDS]
     return out + [f"{name}.start" for name in arm.overrides if name in spec.overrides]
 
 
 def _axis(
-    arm: Arm, axis: Axis, spec: Spec, edits: Mapping[str, EditPlan], doc: Document, found: list[Diagnostic]
-) -> list[_Setting] | None:
+    arm: Arm, axis: Axis, spec: Spec, edits: Mapping[str, EditPlan], prompts: Prompts, doc: Document,
+    found: list[Diagnostic],
+) -> list[_Setting] | None:  # fmt: skip
     target, _, field = axis.path.partition(".")
     paths = _paths(arm, spec)
     if axis.path not in paths:
@@ -131,15 +139,19 @@ def _axis(
         )
         return None
     span = doc.at(*axis.where)
-    if field == "at":
+    if field in ("at", "tokens"):
         if axis.values is not None:
             found.append(Diagnostic("VT318", f"{axis.path} takes `each`", span))
             return None
         if target not in edits:
             return None
+        if field == "tokens":
+            return _positions(arm, edits[target], spec, prompts, span, found)
         return [_Setting(target, "at", site.name) for site in edits[target].sites]
     if axis.values is None:
-        found.append(Diagnostic("VT318", f"`each` ranges over locations; {axis.path} takes a list of values", span))
+        found.append(
+            Diagnostic("VT318", f"`each` ranges over locations or rows; {axis.path} takes a list of values", span)
+        )
         return None
     kind = field.rpartition(".")[2]
     for i, value in enumerate(axis.values):
@@ -148,6 +160,44 @@ def _axis(
             return None
     values = [float(v) if kind in NUMBERS else v for v in axis.values]
     return [_Setting(target, kind, v) for v in values]
+
+
+def _positions(
+    arm: Arm, edit: EditPlan, spec: Spec, prompts: Prompts, span: Span, found: list[Diagnostic]
+) -> list[_Setting] | None:
+    """A setting for each prompt position that the edit selects of some prompt of the arm."""
+    rows = edit.edit.tokens
+    if any(part.after is not None for part in rows.parts()):
+        found.append(Diagnostic("VT318", "`each` ranges over prompt positions; `after` selects none", span))
+        return None
+    groups = arm.prompts if arm.prompts is not None else tuple(spec.prompts)
+    selected: set[int] = set()
+    for prompt in (p for group in groups for p in prompts.get(group, ())):
+        selected.update(prompt_rows(rows, prompt))
+    if not selected:  # of a selector that selects nothing at all there is a finding of its own
+        text = f"`each` ranges over prompt positions, and {edit.edit.name!r} selects none"
+        found.append(Diagnostic("VT318", text, span))
+        return None
+    return [_Setting(edit.edit.name, "tokens", position) for position in sorted(selected)]
+
+
+def prompt_rows(rows: Rows, prompt: ReadyPrompt) -> list[int]:
+    """The positions of a prompt that a selector without ``after`` selects."""
+    found: list[int] = compile_rows(rows, facts_of(prompt, [rows], {})).select(0, np.array(prompt.ids)).tolist()
+    return found
+
+
+def points_of(arm: ArmPlan, edits: Mapping[str, EditPlan], prompt: ReadyPrompt) -> Iterator[tuple[int, Point]]:
+    """The points at which a prompt is served, numbered: one that sweeps the rows of an edit is for prompts that have
+    the row."""
+    rows: dict[str, set[int]] = {}
+    for number, point in enumerate(arm.points):
+        swept = [(path.removesuffix(".tokens"), at) for path, at in point.values.items() if path.endswith(".tokens")]
+        for name, _ in swept:
+            if name not in rows:
+                rows[name] = set(prompt_rows(edits[name].edit.tokens, prompt))
+        if all(at in rows[name] for name, at in swept):
+            yield number, point
 
 
 def _wrong(kind: str, value: Any) -> str | None:
@@ -173,7 +223,8 @@ def _point(
     values: dict[str, Any] = {}
     for s in settings:
         chosen.setdefault(s.target, {})[s.field] = s.value
-        verb = edits[s.target].edit.verb if s.target in edits and s.field not in ("at", "on", *BOUNDS) else None
+        plain = s.field in ("at", "tokens", "on", *BOUNDS)
+        verb = edits[s.target].edit.verb if s.target in edits and not plain else None
         values[f"{s.target}.{verb}.{s.field}" if verb else f"{s.target}.{s.field}"] = s.value
         if s.field == "start" and s.target in starts:
             starts[s.target] = s.value
@@ -190,6 +241,7 @@ def _point(
             low=own.get("min", edit.low),
             high=own.get("max", edit.high),
             feature=None if edit.feature is None else own.get("index", edit.feature.index),
+            position=own.get("tokens"),
         )
         if (key := edit.coefficient_key) in own:
             point = replace(point, coefficient=own[key])

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from vtaps.spec.arms import points_of
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document
-from vtaps.spec.plan import ArmPlan, EngineMode, OverridePlan, ReadPlan
+from vtaps.spec.plan import ArmPlan, EditPlan, EngineMode, OverridePlan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval, Rows, compile_rows
 from vtaps.spec.selectors import facts_of
@@ -36,24 +37,26 @@ class Reading:
 
 
 def readings(
-    name: str, arms: Mapping[str, ArmPlan], prompts: Mapping[str, tuple[ReadyPrompt, ...]],
-    overrides: Mapping[str, OverridePlan],
+    name: str, arms: Mapping[str, ArmPlan], edits: Mapping[str, EditPlan],
+    prompts: Mapping[str, tuple[ReadyPrompt, ...]], overrides: Mapping[str, OverridePlan],
 ) -> Iterator[Reading]:  # fmt: skip
     """Every request of the run whose arm lists the read."""
     for arm in arms.values():
         if name in arm.arm.reads:
-            yield from readings_of(arm, prompts, overrides)
+            yield from readings_of(arm, edits, prompts, overrides)
 
 
 def readings_of(
-    arm: ArmPlan, prompts: Mapping[str, tuple[ReadyPrompt, ...]], overrides: Mapping[str, OverridePlan]
+    arm: ArmPlan,
+    edits: Mapping[str, EditPlan],
+    prompts: Mapping[str, tuple[ReadyPrompt, ...]],
+    overrides: Mapping[str, OverridePlan],
 ) -> Iterator[Reading]:
     """Every request of an arm."""
-    for point in arm.points:
-        placed = {n: (start, len(overrides[n].ids)) for n, start in point.overrides}
-        for group in arm.prompts:
-            for prompt in prompts.get(group, ()):
-                yield Reading(prompt, placed, arm.sampling["max_tokens"], arm.sampling.get("n", 1))
+    for prompt in (p for group in arm.prompts for p in prompts.get(group, ())):
+        for _, point in points_of(arm, edits, prompt):
+            placed = {n: (start, len(overrides[n].ids)) for n, start in point.overrides}
+            yield Reading(prompt, placed, arm.sampling["max_tokens"], arm.sampling.get("n", 1))
 
 
 def without_ids(rows: Rows) -> Rows:
@@ -187,10 +190,13 @@ def _row_bytes(plan: ReadPlan, dtype: str) -> int:
     return row_bytes(plan.read.kind, (s.width or 0 for s in plan.sites), dtype, stored)
 
 
-def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic], mode: EngineMode = "taps") -> None:
-    """VT321 at the read that takes most, where all of them take more than ``engine.tap_memory``."""
-    memory = spec.engine.tap_memory
-    if slots.bytes <= memory:
+def check_memory(
+    spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic], mode: EngineMode = "taps", patched: int = 0
+) -> None:
+    """VT321 at the read that takes most, where all of them take more than ``engine.tap_memory`` leaves beside the
+    ``patched`` bytes of rows that edits set."""
+    memory = max(0, spec.engine.tap_memory - patched)
+    if slots.bytes <= memory or patched > spec.engine.tap_memory:  # of those there is a finding already
         return
     by_name = {name: load.bytes(slots.seqs, slots.tokens) for name, load in slots.loads.items()}
     largest = max(by_name, key=lambda name: by_name[name])
@@ -199,7 +205,8 @@ def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic
     share = "" if len(by_name) == 1 else f" of the {human(slots.bytes)} that all reads take"
     message = (
         f"read {largest!r} can take {rows} rows a step, {human(by_name[largest])}{share}; "
-        f"engine.tap_memory is {human(memory)}"
+        f"engine.tap_memory is {human(spec.engine.tap_memory)}"
+        + (f", and rows that edits set take {human(patched)} of it" if patched else "")
     )
     fit = slots.fitting(memory)
     name, _, value = fit.partition(": ")
@@ -207,13 +214,13 @@ def check_memory(spec: Spec, slots: Slots, doc: Document, found: list[Diagnostic
     # vLLM refuses fewer tokens a step than requests.
     beside = f" with `max_num_seqs: {value}`" if name == "max_num_batched_tokens" and given > int(value) else ""
     lower = f"`engine.vllm.{fit}`{beside} fits; so does" if fit else "it takes"
-    note = f"{lower} `tap_memory: {_enough(slots.bytes)}`; fewer rows or locations take less"
+    note = f"{lower} `tap_memory: {enough(slots.bytes + patched)}`; fewer rows or locations take less"
     if mode == "taps":
         note += ", `mode: eager` takes none"
     found.append(Diagnostic("VT321", message, doc.key(*spec.reads[largest].where), note=note))
 
 
-def _enough(size: int) -> str:
+def enough(size: int) -> str:
     """The next whole MiB or GiB."""
     unit, bytes_ = ("GiB", 2**30) if size > 8 * 2**30 else ("MiB", 2**20)
     return f"{-(-size // bytes_)} {unit}"

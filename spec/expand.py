@@ -23,6 +23,7 @@ from vtaps.spec.spec import (
     Override,
     PromptGroup,
     Read,
+    RowsOf,
     Spec,
     Vector,
 )
@@ -150,6 +151,9 @@ def _vector(vector: Vector) -> dict[str, Any]:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
     if vector.sae is not None:
         return {"sae": vector.sae, "feature": vector.feature} | ({} if vector.norm is None else {"norm": vector.norm})
+    if vector.read is not None:
+        scaled = {} if vector.norm is None else {"norm": vector.norm}
+        return {**{key: rows_from(of) for key, of in vector.means}, **scaled}
     out: dict[str, Any] = {"file": vector.file}
     if vector.tensor is not None:
         out["tensor"] = vector.tensor
@@ -170,6 +174,8 @@ def edit_of(edit: Edit) -> dict[str, Any]:
         body["vector"] = edit.vector
     if edit.vectors:
         body["vectors"] = list(edit.vectors)
+    if edit.rows is not None:
+        body["rows"] = rows_from(edit.rows)
     body |= dict(zip(MATRICES, edit.matrices, strict=False))
     if edit.low is not None:
         body["min"] = edit.low
@@ -202,12 +208,19 @@ def gate_of(gate: Gate) -> dict[str, Any]:
     return {**out, "holds": gate.holds}
 
 
+def rows_from(rows: RowsOf) -> Any:
+    """``clean.stream``, or with the folder of a run."""
+    if rows.run is None:
+        return f"{rows.arm}.{rows.read}"
+    return _Flow({"run": rows.run, "arm": rows.arm, "read": rows.read})
+
+
 def read_of(read: Read) -> dict[str, Any]:
     out: dict[str, Any] = {"at": _at(read.at), "tokens": rows_of(read.tokens)}
     if read.sees is not None:
         out["sees"] = read.sees
     if read.kind == "mean":
-        out["mean_over"] = "request"
+        out["mean_over"] = read.over
     elif read.kind == "norm":
         out["norm"] = True
     elif read.kind == "project":
@@ -237,7 +250,10 @@ def _override(override: Override) -> dict[str, Any]:
 
 def _metric(metric: Metric) -> dict[str, Any]:
     of = list(metric.of) if metric.kind == "logit_diff" else metric.of[0]
-    return {metric.kind: of, "tokens": rows_of(metric.tokens)}
+    out = {metric.kind: of, "tokens": rows_of(metric.tokens)}
+    if metric.normalize is not None:
+        out["normalize"] = _Flow(zip(("one", "zero"), metric.normalize, strict=True))
+    return out
 
 
 def _group(group: PromptGroup) -> Any:

@@ -81,8 +81,8 @@ def check_gated(
 
 
 def loads(
-    plan: GatePlan, arms: Mapping[str, ArmPlan], prompts: Mapping[str, tuple[ReadyPrompt, ...]],
-    overrides: Mapping[str, OverridePlan],
+    plan: GatePlan, arms: Mapping[str, ArmPlan], edits: Mapping[str, EditPlan],
+    prompts: Mapping[str, tuple[ReadyPrompt, ...]], overrides: Mapping[str, OverridePlan],
 ) -> GatePlan:  # fmt: skip
     """The plan with how many rows of a step it scores."""
     name = plan.gate.name
@@ -90,7 +90,7 @@ def loads(
     def using(arm: ArmPlan) -> ArmPlan:
         return replace(arm, points=tuple(p for p in arm.points if any(g.gate == name for g in p.gates)))
 
-    asked = [r for arm in arms.values() for r in readings_of(using(arm), prompts, overrides)]
+    asked = [r for arm in arms.values() for r in readings_of(using(arm), edits, prompts, overrides)]
     return replace(plan, step_rows=step_rows(plan.gate.tokens, iter(asked)), requests=sum(r.n for r in asked))
 
 
@@ -101,6 +101,11 @@ def _late(gate: GatePlan, plan: EditPlan, mode: str) -> tuple[str, str] | None:
         return (
             f"the edit {edit.name!r} is in Python, which sees all rows that its `tokens` select",
             "one of the other verbs can have a gate; a function can compute a score itself",
+        )
+    if edit.rows is not None:
+        return (
+            f"the edit {edit.name!r} sets rows of another arm, at all rows that its `tokens` select",
+            "one of the other verbs can have a gate",
         )
     for site in plan.sites:
         if site.alias in PER_REQUEST:

@@ -42,6 +42,13 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
                         yield "vectors", str(name), (*axis.where, i)
     for gate in spec.gates.values():
         yield "vectors", gate.vector, (*gate.where, gate.kind)
+    for vector_def in spec.vectors.values():
+        for key, of in vector_def.means:
+            yield "arms", of.arm, (*vector_def.where, key)
+            yield "reads", of.read, (*vector_def.where, key)
+    for metric in spec.metrics.values():
+        for key, arm_name in zip(("one", "zero"), metric.normalize or (), strict=False):
+            yield "arms", arm_name, (*metric.where, "normalize", key)
     for edit in spec.edits.values():
         if edit.when is not None:
             yield "gates", edit.when, (*edit.where, "when")
@@ -51,6 +58,10 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
             yield "vectors", vector, (*edit.where, edit.verb, key)
         if edit.feature is not None:
             yield "saes", edit.feature.sae, (*edit.where, edit.verb, "sae")
+        if edit.rows is not None and edit.rows.run is None:
+            at = (*edit.where, edit.verb, "rows")
+            yield "arms", edit.rows.arm, at
+            yield "reads", edit.rows.read, at
         for i, vector in enumerate(edit.vectors):
             yield "vectors", vector, (*edit.where, edit.verb, "vectors", i)
     for read in spec.reads.values():

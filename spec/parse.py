@@ -29,6 +29,7 @@ from vtaps.spec.spec import (
     PromptFile,
     PromptGroup,
     Read,
+    RowsOf,
     Sae,
     Spec,
     Vector,
@@ -118,6 +119,9 @@ def _vector(name: str, data: Mapping[str, Any], where: NodePath) -> Vector:
     norm = None if "norm" not in data else float(data["norm"])
     if "sae" in data:
         return Vector(name, where, norm=norm, sae=data["sae"], feature=data["feature"])
+    if "read" in data:
+        minus = _rows_of(data["minus"]) if "minus" in data else None
+        return Vector(name, where, norm=norm, read=_rows_of(data["read"]), minus=minus)
     return Vector(name, where, file=data["file"], tensor=data.get("tensor"), row=data.get("row"), norm=norm)
 
 
@@ -164,7 +168,8 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
     verb = next(v for v in VERBS if v in data)
     body = {} if verb == "python" else data[verb] or {}
     key = "value" if "value" in body else "scale"
-    coefficient = body.get(key, 1.0) if verb in SCALED else body.get("to", body.get("by"))
+    own = verb in SCALED and "rows" not in body
+    coefficient = body.get(key, 1.0) if own else body.get("to", body.get("by"))
     return Edit(
         name=name,
         where=where,
@@ -184,6 +189,7 @@ def _edit(name: str, data: Mapping[str, Any], where: NodePath) -> Edit:
         feature=_feature(body) if verb == "feature" else None,
         ids=tuple(body["ids"]) if "ids" in body else None,
         when=data.get("when"),
+        rows=_rows_of(body["rows"]) if "rows" in body else None,
     )
 
 
@@ -207,6 +213,13 @@ def _feature(body: Mapping[str, Any]) -> FeatureUse:
     return FeatureUse(body["sae"], body["index"], "to" if "to" in body else "by", body.get("error", "keep"))
 
 
+def _rows_of(data: str | Mapping[str, str]) -> RowsOf:
+    if isinstance(data, str):
+        arm, _, read = data.partition(".")
+        return RowsOf(arm, read)
+    return RowsOf(data["arm"], data["read"], data["run"])
+
+
 def _function(text: str) -> tuple[str, str]:
     file, _, function = text.rpartition(":")
     return file, function
@@ -220,7 +233,7 @@ def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
         heads=heads, budget=data["budget"]["tokens"] if "budget" in data else None,
     )  # fmt: skip
     if "mean_over" in data:
-        return replace(read, kind="mean")
+        return replace(read, kind="mean", over=data["mean_over"])
     if data.get("norm"):
         return replace(read, kind="norm")
     if "project" in data:
@@ -247,7 +260,8 @@ def _override(name: str, data: Mapping[str, Any], where: NodePath) -> Override:
 def _metric(name: str, data: Mapping[str, Any], where: NodePath) -> Metric:
     kind = next(k for k in METRIC_KINDS if k in data)
     of = data[kind] if isinstance(data[kind], list) else [data[kind]]
-    return Metric(name, where, kind, tuple(of), parse_rows(data["tokens"]))  # type: ignore[arg-type]
+    normalize = (data["normalize"]["one"], data["normalize"]["zero"]) if "normalize" in data else None
+    return Metric(name, where, kind, tuple(of), parse_rows(data["tokens"]), normalize)  # type: ignore[arg-type]
 
 
 def _group(name: str, data: Any, where: NodePath) -> PromptGroup:

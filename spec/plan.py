@@ -17,14 +17,45 @@ EngineMode = Literal["taps", "eager"]
 SiteMode = Literal["recorded", "break", "hook", "eager", "computed"]
 
 
+PromptKey = tuple[str, str]
+"""Group and id of a prompt."""
+
+
+@dataclass(frozen=True)
+class RowsSource:
+    """Where the rows come from that an edit sets.
+
+    ``pairs``: a prompt under the edit → the one whose rows it gets.  ``blocks``: each of those → the first slot of its
+    rows in the edit's memory, and their positions in order.
+    """
+
+    pairs: Mapping[PromptKey, PromptKey]
+    blocks: Mapping[PromptKey, tuple[int, tuple[int, ...]]]
+
+    @property
+    def slots(self) -> int:
+        return sum(len(positions) for _, positions in self.blocks.values())
+
+
+@dataclass(frozen=True)
+class MeanSource:
+    """The read whose means a vector is made of.  ``sites``: a location where the vector is used → the one of the read
+    that it is taken from."""
+
+    arm: str
+    read: str
+    sites: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class EditPlan:
     """``columns`` are half-open ranges of each site's own columns, None for all of them; every site of an edit has
-    the same shape."""
+    the same shape, but of one that sets whole rows of ``source``."""
 
     edit: Edit
     sites: tuple[Site, ...]
     columns: tuple[Interval, ...] | None
+    source: RowsSource | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +109,8 @@ class MetricPlan:
 
 @dataclass(frozen=True)
 class PointEdit:
-    """One edit at one sweep point.  Identities (``add`` 0, ``scale`` 1) are not here: they store nothing."""
+    """One edit at one sweep point; ``position``: the only one of its rows that the point edits.  Identities (``add`` 0,
+    ``scale`` 1) are not here: they store nothing."""
 
     edit: str
     sites: tuple[str, ...]
@@ -87,6 +119,7 @@ class PointEdit:
     low: float | None = None
     high: float | None = None
     feature: int | None = None
+    position: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +192,9 @@ class SaePlan:
 class Plan:
     """``locations`` stand in execution order.  ``outside`` maps every file that the spec leans on to its digest,
     ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops; ``everywhere`` is what ``**``
-    became, where a read or an edit says it."""
+    became, where a read or an edit says it.  ``stages``: the arms in the order in which they can be served; those of
+    one stage need only what earlier ones kept.  ``means``: vector → ``read`` and ``minus`` → where its
+    numbers come from."""
 
     spec: Spec
     tree: TreeFacts
@@ -177,3 +212,5 @@ class Plan:
     everywhere: Everywhere | None = None
     saes: tuple[SaePlan, ...] = ()
     gates: Mapping[str, GatePlan] = field(default_factory=dict)
+    stages: tuple[tuple[str, ...], ...] = ()
+    means: Mapping[str, Mapping[str, MeanSource]] = field(default_factory=dict)

@@ -30,11 +30,14 @@ from vtaps.spec.pattern import arms_with_parts, is_pattern, plan_pattern, with_p
 from vtaps.spec.plan import EditPlan, GatePlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
 from vtaps.spec.python_use import check_functions
+from vtaps.spec.read_vectors import plan_means
 from vtaps.spec.rows import Interval, merge
 from vtaps.spec.sae_use import check_saes
 from vtaps.spec.selectors import check_ranges, check_selectors
 from vtaps.spec.serving import NOT_TAPS, Compiled, choose, compiled_part
+from vtaps.spec.sources import Runs, check_normalized, check_patches, no_runs, plan_sources
 from vtaps.spec.spec import At, Edit, Gate, Metric, Read, Spec
+from vtaps.spec.stages import plan_stages
 from vtaps.spec.store import check_budget, check_store
 from vtaps.spec.token_ids import token_id
 from vtaps.spec.tokens import Tokens
@@ -48,11 +51,12 @@ EAGER_DOES = "`mode: eager` serves it; `mode: auto` takes eager by itself where 
 
 @dataclass(frozen=True)
 class Context:
-    """What resolving leans on: the text, the tree, the tokenizer."""
+    """What resolving leans on: the text, the tree, the tokenizer, and who looks into finished runs."""
 
     doc: Document
     tree: ModelTree
     tokens: Tokens
+    runs: Runs = no_runs
 
     def token(self, token: int | str, where: NodePath, found: list[Diagnostic]) -> int:
         return token_id(token, self.tokens, self.tree.dimensions.vocab, self.doc.at(*where), found)
@@ -87,7 +91,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         if digest := _digest(context.tokens.folder / name):
             outside[f"model:{name}"] = digest
     outside |= check_functions(edits, reads, doc, found)
-    arms = plan_arms(spec, edits, overrides, doc, found)
+    arms = plan_arms(spec, edits, overrides, prompts, doc, found)
     logits.check_bans(edits, arms, doc, found)
     check_gated(spec, edits, gates, arms, prompts, overrides, doc, found)
     reads = with_parts(reads)
@@ -101,33 +105,41 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     check_selectors(spec, arms, prompts, overrides, doc, found)
     if has_errors(found) or spec.broken:
         return None, found
+    dtype = tree.dtype if spec.model.dtype == "auto" else spec.model.dtype
+    edits = plan_sources(spec, edits, reads, arms, prompts, context.runs, dtype, doc, found, outside)
+    means = plan_means(spec, edits, reads, gates, arms, prompts, doc, found)
+    check_normalized(spec, arms, prompts, doc, found)
+    stages = plan_stages(spec, doc, found)
+    if has_errors(found):
+        return None, found
     reads = {
         name: replace(
             p,
-            step_rows=step_rows(p.read.tokens, readings(name, worked, prompts, overrides)),
-            requests=sum(one.n for one in readings(name, worked, prompts, overrides)),
+            step_rows=step_rows(p.read.tokens, readings(name, worked, edits, prompts, overrides)),
+            requests=sum(one.n for one in readings(name, worked, edits, prompts, overrides)),
             classes=classes_of(p, spec, doc),
         )
         for name, p in reads.items()
     }
-    gates = {name: loads(p, arms, prompts, overrides) for name, p in gates.items()}
+    gates = {name: loads(p, arms, edits, prompts, overrides) for name, p in gates.items()}
     facts = TreeFacts(
         digest=tree.digest,
         architecture=tree.architecture,
         vllm=tree.vllm,
-        dtype=tree.dtype if spec.model.dtype == "auto" else spec.model.dtype,
+        dtype=dtype,
         dimensions=tree.dimensions,
         final_norm=final_norm(tree),
     )
+    patched = check_patches(spec, edits, facts.dtype, doc, found)
     if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
-        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode)
-        if has_errors(found):
-            return None, found
+        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode, patched)
+    if has_errors(found):
+        return None, found
     plan = Plan(
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
-        context.everywhere if every else None, saes, gates,
+        context.everywhere if every else None, saes, gates, stages, means,
     )  # fmt: skip
     return plan, found
 

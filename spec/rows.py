@@ -8,7 +8,7 @@ positions, so a step only clips them; ``ids`` is the one form that also looks at
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,6 +108,12 @@ class Selection:
         """Whether it selects ``position``, for a selection :attr:`by_position`."""
         inside = any(a <= position < b for a, b in self.intervals)
         return inside and (self.exclude is None or not self.exclude.holds(position))
+
+    def within(self, interval: Interval) -> Selection:
+        """What it selects of the positions in ``interval``."""
+        if interval == (0, OPEN):
+            return self
+        return replace(self, intervals=tuple(intersect(self.intervals, [interval])))
 
     def until(self, position: int) -> int:
         """The first position after ``position`` at which :meth:`holds` may answer otherwise."""

@@ -42,9 +42,18 @@ class EngineRef:
 
 
 @dataclass(frozen=True)
+class RowsOf:
+    """What a read keeps in an arm of this run, or of a finished one in the folder ``run``."""
+
+    arm: str
+    read: str
+    run: str | None = None
+
+
+@dataclass(frozen=True)
 class Vector:
-    """A vector by file, by a seeded draw, or a decoder row of an SAE; ``norm``: what it is scaled to.  See
-    ``vtaps.spec.vectors``."""
+    """A vector by file, by a seeded draw, a decoder row of an SAE, or from the mean that a read keeps, ``minus``
+    another one; ``norm``: what it is scaled to.  See ``vtaps.spec.vectors``."""
 
     name: str
     where: NodePath
@@ -55,10 +64,18 @@ class Vector:
     norm: float | None = None
     sae: str | None = None
     feature: int | None = None
+    read: RowsOf | None = None
+    minus: RowsOf | None = None
 
     @property
     def random(self) -> bool:
         return self.seed is not None
+
+    @property
+    def means(self) -> tuple[tuple[str, RowsOf], ...]:
+        """The means that it is made of, by key."""
+        both = (("read", self.read), ("minus", self.minus))
+        return tuple((key, of) for key, of in both if of is not None)
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,8 @@ class Edit:
     ``by`` of ``feature``, ``value`` of an ``add`` or ``set`` without a vector; None elsewhere.  ``vectors`` are the
     directions of ``project_out``; ``low`` and ``high`` the bounds of ``clamp``; ``matrices`` the names of ``affine``:
     down, up and bias, if any; ``keep_norm`` is of ``add``.  ``heads`` and ``dims`` are inclusive ranges, ``ids`` tokens
-    as written, None for all.  ``python``: (file, function); ``when``: the name of its gate."""
+    as written, None for all.  ``python``: (file, function); ``when``: the name of its gate; ``rows``: what ``set``
+    takes in place of a vector."""
 
     name: str
     where: NodePath
@@ -125,11 +143,17 @@ class Edit:
     feature: FeatureUse | None = None
     ids: tuple[int | str, ...] | None = None
     when: str | None = None
+    rows: RowsOf | None = None
+
+    @property
+    def operation(self) -> str:
+        """What a block does for it: the verb, or ``put`` where ``set`` takes rows."""
+        return self.verb if self.rows is None else "put"
 
     @property
     def by_value(self) -> bool:
         """Whether a number stands in place of the vector."""
-        return self.verb in ("add", "set") and self.vector is None
+        return self.verb in ("add", "set") and self.vector is None and self.rows is None
 
     @property
     def coefficient_key(self) -> str | None:
@@ -166,7 +190,7 @@ class Gate:
 class Read:
     """``vectors`` are those of ``project``, or weight and bias of ``probe``; ``top`` and ``ids`` are tokens of
     ``lens``, features of ``features``; ``python``: (file, function); ``heads``: inclusive ranges of a pattern's heads,
-    None for all."""
+    None for all; ``over``: what a mean is of, the rows of a request or those of a run's arm."""
 
     name: str
     where: NodePath
@@ -182,6 +206,7 @@ class Read:
     store: Store | None = None
     budget: int | None = None
     heads: tuple[Interval, ...] | None = None
+    over: Literal["request", "run"] = "request"
 
 
 @dataclass(frozen=True)
@@ -195,11 +220,14 @@ class Override:
 
 @dataclass(frozen=True)
 class Metric:
+    """``normalize``: the arms whose values become 1 and 0."""
+
     name: str
     where: NodePath
     kind: MetricKind
     of: tuple[int | str, ...]
     tokens: Rows
+    normalize: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

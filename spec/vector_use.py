@@ -36,6 +36,9 @@ CODES = {
 
 def definition(vector: Vector, saes: Mapping[str, Sae]) -> dict[str, Any]:
     """The vector as the lock writes it and ``read_vector`` takes it."""
+    if vector.means:
+        scaled = {} if vector.norm is None else {"norm": vector.norm}
+        return {**{key: {"arm": of.arm, "read": of.read} for key, of in vector.means}, **scaled}
     if vector.random:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
     scaled = {} if vector.norm is None else {"norm": vector.norm}
@@ -44,7 +47,7 @@ def definition(vector: Vector, saes: Mapping[str, Sae]) -> dict[str, Any]:
     return {"file": vector.file, "tensor": vector.tensor, "row": vector.row, **scaled}
 
 
-def _swept(spec: Spec) -> dict[str, list[tuple[str, NodePath]]]:
+def swept_vectors(spec: Spec) -> dict[str, list[tuple[str, NodePath]]]:
     """Edit → the vectors that sweeps give it, and where."""
     swept: dict[str, list[tuple[str, NodePath]]] = {}
     for arm in spec.arms.values():
@@ -56,7 +59,7 @@ def _swept(spec: Spec) -> dict[str, list[tuple[str, NodePath]]]:
     return swept
 
 
-def _uses(
+def uses_of_vectors(
     spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPlan], gates: Mapping[str, GatePlan],
     swept: Mapping[str, list[tuple[str, NodePath]]],
 ) -> Iterator[tuple[str, Site, NodePath]]:  # fmt: skip
@@ -107,11 +110,13 @@ def check_vectors(
                 digests[vector.file] = file_digest(doc.folder / vector.file)
             except VectorError as error:
                 tell(vector, error.kind, error.message, vector.where)
-    swept = _swept(spec)
-    for name, site, where in _uses(spec, edits, reads, gates, swept):
+    swept = swept_vectors(spec)
+    for name, site, where in uses_of_vectors(spec, edits, reads, gates, swept):
         if _unusable(name, spec):
             continue
         vector = spec.vectors[name]
+        if vector.means:
+            continue  # its numbers are known in the run
         if "{layer}" in (vector.tensor or "") and _through_resid_pre(spec, str(where[0]), str(where[1])):
             message = f"{{layer}} at resid_pre[i] could be i or i−1, since resid_pre[i] is {site.name}"
             tell(vector, "tensor", message + ": write resid_post", where)
@@ -182,7 +187,7 @@ def classes_of(plan: ReadPlan, spec: Spec, doc: Document) -> int:
 
 def _check_affine(plan: EditPlan, spec: Spec, doc: Document, tell: Callable[..., None]) -> None:
     edit, names = plan.edit, plan.edit.matrices
-    if not names or any(_unusable(name, spec) for name in names):
+    if not names or any(_unusable(name, spec) or spec.vectors[name].means for name in names):
         return
     for site in plan.sites:
         where = (*edit.where, edit.verb, "down")

@@ -14,6 +14,7 @@ from vtaps.spec.parse import parse
 from vtaps.spec.plan import Plan
 from vtaps.spec.resolve import Context, resolve
 from vtaps.spec.schema import validate
+from vtaps.spec.sources import KeptRows
 from vtaps.spec.spec import Spec
 from vtaps.spec.tokens import TokenizerError, Tokens
 from vtaps.spec.tree import ModelTree
@@ -75,11 +76,17 @@ def check_file(path: str | Path) -> CheckResult:
             found.append(Diagnostic("VT214", str(error), where))
     plan = None
     if tree is not None and tokens is not None:
-        plan, problems = resolve(spec, Context(doc, tree, tokens))
+        plan, problems = resolve(spec, Context(doc, tree, tokens, _runs))
         found += problems
         if has_errors(found):
             plan = None
     return CheckResult(in_order(found), _texts(doc, found), doc, spec, tree, plan, folder, tokens)
+
+
+def _runs(path: Path, arm: str, read: str) -> KeptRows:
+    from vtaps.runtime.results.kept import kept_rows
+
+    return kept_rows(path, arm, read)
 
 
 def _tokenizer_folder(name: str, doc: Document) -> tuple[Path | None, list[Diagnostic]]:

@@ -16,11 +16,13 @@ from vtaps.runtime.budgets import Budgets
 from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.results.folder import RunFolder
 from vtaps.runtime.results.reads import ShapeError
+from vtaps.spec.arms import points_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
 from vtaps.spec.document import Document
 from vtaps.spec.pattern import part_of
 from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import gates_of, match_texts
+from vtaps.staging import Sources, batches, key_of, made_vectors
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ def requests_of(plan: Plan) -> Iterator[Request]:
         arms = [(name, arm, _match_texts(plan, name)) for name, arm in plan.arms.items() if group in arm.prompts]
         for prompt in prompts:
             for name, arm, texts in arms:
-                for i in range(len(arm.points)):
+                for i, _ in points_of(arm, plan.edits, prompt):
                     yield Request(
-                        key=f"{group}/{prompt.id}/{name}/{i}",
+                        key=key_of(group, prompt.id, name, i),
                         arm=name,
                         point=i,
                         group=group,
@@ -153,11 +155,11 @@ def _serve(
     def sampling_of(request: Request) -> Mapping[str, Any]:
         return plan.arms[request.arm].sampling
 
-    def left() -> list[Request]:
-        """Requests that are still wanted; those on their way may bring fewer rows than they should, by failing."""
-        return [r for r in waiting if r.key not in folder.done and r.key not in failed and not budgets.covered(r)]
+    def left(of: list[Request]) -> list[Request]:
+        """Those that are still wanted; those on their way may bring fewer rows than they should, by failing."""
+        return [r for r in of if r.key not in folder.done and r.key not in failed and not budgets.covered(r)]
 
-    if left():
+    if left(waiting):
         try:
             with TemporaryDirectory(prefix="vtaps-") as scratch:
                 block = Path(scratch) / locks.names(result.doc.file)[0]
@@ -166,10 +168,13 @@ def _serve(
                     lock, result.doc.folder, block, Path(scratch), watch.tell, in_process=in_process, spool=folder.spool
                 ) as engine:
                     report = {**engine.report, "requests": len(waiting)}
-                    while wanted := left():
-                        for finished in engine.run(budgets.start(wanted), sampling_of, refused):
-                            found += [d for d in folder.add(finished) if d.code != "VT604"]
-                            budgets.done(finished.request, folder.kept)
+                    sources = Sources(plan, result.doc.folder, requests, folder, engine, failed)
+                    for batch in batches(plan, waiting):
+                        while wanted := left(batch):
+                            for finished in engine.run(budgets.start(sources.ready(wanted)), sampling_of, refused):
+                                found += [d for d in folder.add(finished) if d.code != "VT604"]
+                                budgets.done(finished.request, folder.kept)
+                                watch.step(finished)
                             watch.step(finished)
         except EngineError as error:
             where = _definition(error.message, result.doc)
@@ -180,8 +185,11 @@ def _serve(
     tokens = result.tokens
     watch.tell("writing results")
     try:
+        vectors = made_vectors(plan, requests, folder)
         not_run = {r.key for r in waiting if r.key not in folder.done and r.key not in failed}
-        findings = folder.finish(report, failed=failed, not_run=not_run, token_text=lambda i: tokens.pieces((i,))[0])
+        findings = folder.finish(
+            report, failed=failed, not_run=not_run, token_text=lambda i: tokens.pieces((i,))[0], vectors=vectors
+        )
     except OSError as error:
         reason = f"cannot write {folder.path}: {error.strerror or error}"
         return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)

@@ -238,22 +238,31 @@ def _metrics(run: RunResult, width: int) -> RenderableType | None:
     if not metrics.num_rows:
         return None
     sweep = list(run.info["columns"]["sweep"].values())
-    means = metrics.group_by(["metric", "group", "prompt", "arm", *sweep], use_threads=False).aggregate(
-        [("value", "mean"), ("value", "count")]
-    )
-    rows = means.to_pylist()
+    normalized = [("normalized", "mean")] if "normalized" in metrics.column_names else []
+    keys = ["metric", "group", "prompt", "arm", *sweep]
+    means = metrics.group_by(keys, use_threads=False).aggregate([("value", "mean"), ("value", "count"), *normalized])
+    # Of many groups, pyarrow gives them in an order of its own.
+    columns = (metrics[k].to_pylist() for k in keys)
+    first: dict[tuple[Any, ...], int] = {}
+    for number, key in enumerate(zip(*columns, strict=True)):
+        first.setdefault(key, number)
+    rows = sorted(means.to_pylist(), key=lambda r: first[tuple(r[k] for k in keys)])
     many = len({r["group"] for r in rows}) > 1
     names = list(dict.fromkeys(r["metric"] for r in rows))
     cells: dict[tuple[Any, ...], dict[Any, Text]] = {}
     for row in sorted(rows, key=lambda r: names.index(r["metric"])):
         key = (row["metric"], f"{row['group']}/{row['prompt']}" if many else row["prompt"])
         if key in cells or len(cells) < PROMPTS:
-            cells.setdefault(key, {})[_point(run, row)] = Text(f"{row['value_mean']:.4g}")
+            share = row.get("normalized_mean")
+            beside = "" if share is None else f" ({share:.2f})"
+            cells.setdefault(key, {})[_point(run, row)] = Text(f"{row['value_mean']:.4g}{beside}")
     table = _grid(run, "Metrics", ["metric", "prompt"], cells, width)
     notes = []
     most = max(r["value_count"] for r in rows)
     if most > 1:
         notes.append(f"means over up to {most} rows")
+    if normalized:
+        notes.append("normalized values in brackets")
     total = len({(r["metric"], r["group"], r["prompt"]) for r in rows})
     if total > len(cells):
         notes.append(f"{total - len(cells):,} more in metrics.parquet")

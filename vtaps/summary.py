@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from vtaps.spec.arms import points_of
 from vtaps.spec.budget import readings, slots_of, without_ids
 from vtaps.spec.expand import written
 from vtaps.spec.layers import collapsed
@@ -13,6 +14,7 @@ from vtaps.spec.rows import compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.serving import between_all_reduce_and_norm
 from vtaps.spec.sizes import human
+from vtaps.spec.sources import patch_bytes
 from vtaps.spec.spec import BOUNDS, Edit, Gate, Read
 from vtaps.spec.store import Store
 from vtaps.spec.tree import Site
@@ -29,7 +31,7 @@ BREAK_PRICE = "10 µs"
 
 def describe(plan: Plan) -> str:
     """Requests, locations, the engine and why, and how many bytes each read will take at most."""
-    requests = sum(len(a.points) * len(plan.prompts[g]) for a in plan.arms.values() for g in a.prompts)
+    requests = sum(_requests(plan, name) for name in plan.arms)
     lines = [
         f"{plan.spec.file}: ok",
         f"  model     {plan.spec.model.path} ({plan.tree.architecture}, {plan.tree.dtype}, vLLM {plan.tree.vllm})",
@@ -46,6 +48,7 @@ def describe(plan: Plan) -> str:
     for name, edit in plan.edits.items():
         when = "" if edit.edit.when is None else f" when {edit.edit.when}"
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}{when}")
+        lines += _set_from(plan, name)
         lines += _fusion(plan, name) if plan.mode == "taps" else []
     for name, read in plan.reads.items():
         if part_of(name) != name:
@@ -143,6 +146,17 @@ def _decides(gate: Gate) -> str:
     return f"{gate.kind} with {gate.vector} {' and '.join(bounds)}, {of}"
 
 
+def _set_from(plan: Plan, name: str) -> list[str]:
+    """Whose rows an edit sets, and what they take."""
+    edit = plan.edits[name]
+    rows, source = edit.edit.rows, edit.source
+    if rows is None or source is None:
+        return []
+    size, run = human(patch_bytes(edit, plan.tree.dtype)), f" of {rows.run}" if rows.run is not None else ""
+    told = f"{_count(source.slots, 'row')} of {_count(len(source.blocks), 'prompt')}, {size} of the device"
+    return [f"            to rows of {rows.arm}.{rows.read}{run}: {told}"]
+
+
 def _narrowed(edit: Edit) -> str:
     """`` heads 0, 3..5 dims 0..7``, `` ids " Paris", 12``: what narrows an edit."""
     ids = "" if edit.ids is None else " ids " + ", ".join(json.dumps(i, ensure_ascii=False) for i in edit.ids)
@@ -166,8 +180,16 @@ def _count(number: int, what: str) -> str:
 
 def _arm(plan: Plan, name: str) -> str:
     arm = plan.arms[name]
-    prompts = sum(len(plan.prompts[g]) for g in arm.prompts)
+    prompts, served = sum(len(plan.prompts[g]) for g in arm.prompts), _requests(plan, name)
+    if served != prompts * len(arm.points):  # not every prompt has every row
+        return f"{served} of {prompts} × {len(arm.points)}"
     return f"{prompts} × {len(arm.points)}" if len(arm.points) > 1 else str(prompts)
+
+
+def _requests(plan: Plan, name: str) -> int:
+    arm = plan.arms[name]
+    prompts = [p for g in arm.prompts for p in plan.prompts[g]]
+    return sum(1 for p in prompts for _ in points_of(arm, plan.edits, p))
 
 
 def _prefill_hint(plan: Plan, name: str) -> list[str]:
@@ -188,12 +210,14 @@ def read_size(plan: Plan, name: str, read: ReadPlan) -> tuple[int, int | None]:
     """(rows, bytes) that a read keeps at most over the whole run, all its sites together; a mean keeps one a
     request.  None where the bytes are known only when its function has been called."""
     rows = requests = longest = 0
-    for one in readings(name, plan.arms, plan.prompts, plan.overrides):
+    for one in readings(name, plan.arms, plan.edits, plan.prompts, plan.overrides):
         own = compile_rows(without_ids(read.read.tokens), facts_of(one.prompt, [read.read.tokens], one.placed))
         last = len(one.prompt.ids) + one.max_tokens - 1
         rows += sum(max(0, min(b, last) - a) for a, b in own.intervals) * one.n
         requests += one.n
         longest = max([longest, *(min(b, last) for a, b in own.intervals if a < last)])
+    if read.read.over == "run":
+        requests = sum(len(a.points) for a in plan.arms.values() if name in a.arm.reads)
     width, count = sum((s.width or 0) for s in read.sites), len(read.sites)
     if read.read.kind == "mean":
         return requests * count, requests * width * 4

@@ -257,7 +257,7 @@ class _Work:
         pieces: list[Finished],
     ) -> tuple[dict[str, Mapping[str, Errors]], str | None]:  # fmt: skip
         """Against Hugging Face; also how much each request's streams have shrunk."""
-        from vtaps.runtime.engine import resolve_path
+        from vtaps.runtime.arguments import resolve_path
         from vtaps.runtime.reference.forward import HuggingFace, NoReference
 
         self.tell("loading the Hugging Face model")

@@ -265,7 +265,7 @@ def attach(session: Session, runner: Any, manifest: Path) -> Any:
         breaks.segment(runner)
     if hasattr(runner, "model_memory_usage"):
         # What is taken between the model and the profile run would otherwise be given to the KV cache a second time.
-        runner.model_memory_usage += session.bytes
+        runner.model_memory_usage += session.device_bytes
     return kind(session, runner, manifest)
 
 

@@ -129,8 +129,21 @@ class ReadArray:
                 _unknown(f"read {self.name} has no {name}", absent[0].as_py(), pc.unique(column).to_pylist())
             )
         chosen = np.flatnonzero(pc.is_in(column, value_set=there).to_numpy(zero_copy_only=False))
-        index = chosen if self._index is None else self._index[chosen]
-        return replace(self, rows=self.rows.take(pa.array(chosen)), _index=index)
+        return self.at(chosen)
+
+    def at(self, numbers: npt.NDArray[np.int64]) -> ReadArray:
+        """The rows of these numbers, counted from 0."""
+        index = numbers if self._index is None else self._index[numbers]
+        return replace(self, rows=self.rows.take(pa.array(numbers)), _index=index)
+
+    def stored(self, site: str) -> Array:
+        """:meth:`site` as it lies on disk: bfloat16 as its bits in uint16."""
+        values = self.site(site)
+        first = next(iter(self._shards[site]), None)
+        tensor = None if first is None else first.tensors.get(self.field)
+        if tensor is not None and tensor.dtype == "BF16":
+            return np.asarray(np.ascontiguousarray(values).view(np.uint32) >> 16, np.uint16)
+        return values
 
     def site(self, site: str, field: str | None = None) -> Array:
         """``[rows, …]`` of one site: a read-only memory map where all rows are wanted and lie in one file, otherwise a
@@ -274,7 +287,7 @@ class ReadDiff:
 def _with_sweep(rows: Any, run: RunResult) -> Any:
     """The coordinates with the sweep columns of their requests beside them."""
     sweep = list(run.info["columns"]["sweep"].values())
-    if not sweep:
+    if not sweep or sweep[0] in rows.column_names:  # a mean over requests has its own
         return rows
     requests = run.requests
     where = pc.index_in(rows["request"], value_set=requests["request"])

@@ -17,7 +17,7 @@ from vtaps.spec import digests
 OURS = frozenset(
     {
         ".lock", "gates.parquet", "lock.json", "metrics.parquet", "partial", "plot.html", "reads", "requests.parquet",
-        "run.json", "tokens.parquet",
+        "run.json", "tokens.parquet", "vectors",
     }
 )  # fmt: skip
 """Everything a run writes beside the blocks, whose names run.json and the plan say, and what is drawn of it there."""

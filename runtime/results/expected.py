@@ -70,8 +70,12 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
     arm = lock["arms"][request.arm]
     point = point_of(lock, request.arm, request.point)
 
-    def positions(data: Mapping[str, Any], sites: Iterable[str], sampled: bool = False) -> Ints:
+    def positions(
+        data: Mapping[str, Any], sites: Iterable[str], sampled: bool = False, alone: int | None = None
+    ) -> Ints:
         found = compile_rows(Rows.from_json(data), facts).select(0, tokens)
+        if alone is not None:
+            found = found[found == alone]
         names = list(sites)
         # Sites such as the logits exist only for rows whose output is sampled.
         if sampled or (names and all(lock["sites"][s].get("rows") == "sampled" for s in names)):
@@ -85,7 +89,9 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
     return Expected(
         rows=count,
         edits={
-            name: positions(edit["tokens"], acting[name]["sites"]) if name in acting else none
+            name: positions(edit["tokens"], acting[name]["sites"], alone=acting[name].get("position"))
+            if name in acting
+            else none
             for name, edit in lock["edits"].items()
             if name in used
         },

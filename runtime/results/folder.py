@@ -13,8 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from vtaps.codegen.lock import to_text
-from vtaps.runtime.budgets import rows_of
+from vtaps.runtime.budgets import row_counts
 from vtaps.runtime.records import Finished
 from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
 from vtaps.runtime.results.expected import Lock, acts_nowhere
@@ -25,12 +28,14 @@ from vtaps.runtime.results.journal import (
     encode,
     file_name,
     read_entry,
+    rows_of,
     sync_folder,
     to_json,
     write_atomically,
     write_entry,
 )
-from vtaps.runtime.results.reads import write_reads
+from vtaps.runtime.results.means import RunMean, run_mean
+from vtaps.runtime.results.reads import write_reads, write_vectors
 from vtaps.runtime.results.tables import Layout, write_tables
 from vtaps.spec.diagnostics import Diagnostic, Span
 
@@ -142,11 +147,24 @@ class RunFolder:
 
     def _count(self, key: str, entry: Entry) -> None:
         self._done.add(key)
-        for name, rows in rows_of(entry).items():
+        for name, rows in row_counts(entry).items():
             self.kept[name] = self.kept.get(name, 0) + rows
 
     def _journal(self, key: str) -> Path:
         return self.path / "partial" / file_name(self._index[key], key)
+
+    def rows(self, key: str, read: str) -> tuple[list[int], dict[str, Any]] | None:
+        """Positions and rows (site → ``[rows, width]``, bfloat16 as its bits) that a finished request kept of ``read``;
+        None where it is not done or kept none."""
+        return rows_of(self._journal(key), read) if key in self._done else None
+
+    def mean(self, keys: Sequence[str], read: str) -> RunMean | None:
+        """The mean that finished requests kept, over all of their rows; None where one of them is not done or no row
+        was read."""
+        if not set(keys) <= self._done:
+            return None
+        found = run_mean([self._journal(key) for key in keys], read)
+        return found if found.count else None
 
     def add(self, finished: Finished) -> list[Diagnostic]:
         """Journal one finished request, whole or not at all, and say what is wrong with it.
@@ -172,8 +190,11 @@ class RunFolder:
         failed: Mapping[str, str] | None = None,
         not_run: Collection[str] = (),
         token_text: Callable[[int], str] | None = None,
+        vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]] | None = None,
     ) -> list[Diagnostic]:
         """Write the tables, the reads and ``run.json``, remove the journal, let go of the folder.
+
+        ``vectors`` are those that the run made of its reads: name → location → ``[width]``.
 
         ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to the reason;
         ``not_run`` are requests that were not started because a read's budget was kept;
@@ -192,6 +213,7 @@ class RunFolder:
         (self.path / "gates.parquet").unlink(missing_ok=True)
         write_tables(self.path, layout, entries.items(), token_text)
         reads = write_reads(self.path, self._lock, entries)
+        write_vectors(self.path, vectors or {})
         copies = {"lock.json": to_text(bare(self._lock)), **self._blocks}
         for name, text in copies.items():
             write_atomically(self.path / name, text.encode("utf-8", "surrogatepass"))

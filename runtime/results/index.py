@@ -93,5 +93,5 @@ def _sizes(folder: Path) -> dict[str, int]:
     """Bytes of every file a reader needs, so that a truncated one is noticed."""
     names = [*(folder / n for n in ("lock.json", "requests.parquet", "metrics.parquet", "tokens.parquet"))]
     names += [p for p in (folder / "gates.parquet",) if p.is_file()]
-    names += sorted(p for p in (folder / "reads").rglob("*") if p.is_file())
+    names += sorted(p for made in ("reads", "vectors") for p in (folder / made).rglob("*") if p.is_file())
     return {p.relative_to(folder).as_posix(): p.stat().st_size for p in names}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vtaps.runtime.records import Completion, Finished, Request, Scores
 from vtaps.runtime.results.expected import Expected, Lock, expect, fired_positions, point_of
 from vtaps.runtime.results.findings import Finding, examine, sites_of
-from vtaps.runtime.results.tensors import read_header, tensor_dtype, write_tensors
+from vtaps.runtime.results.tensors import memory_map, read_header, tensor_dtype, write_tensors
 from vtaps.spec.rows import to_ranges
 
 Entry = dict[str, Any]
@@ -162,6 +162,28 @@ def read_entry(path: Path) -> Entry:
     except KeyError as e:
         raise ValueError(f"{path} is not a journal file") from e
     return entry
+
+
+def rows_of(path: Path, read: str) -> tuple[list[int], Arrays] | None:
+    """Positions of a read's rows in a journal file and the rows, site → ``[rows, width]``, of the first completion;
+    None where it kept none."""
+    found = read_entry(path)["completions"][0]["reads"].get(read)
+    if found is None or found["positions"] is None:
+        return None
+    _, tensors = read_header(path)
+    sites = {site: memory_map(path, tensors[fields["rows"][0]]) for site, fields in found["sites"].items()}
+    return found["positions"], sites
+
+
+def mean_of(path: Path, read: str) -> Iterator[tuple[int, Mapping[str, npt.NDArray[np.float32]]]]:
+    """Of each completion in a journal file that kept a mean: how many rows it is of, and site → ``[width]``."""
+    _, tensors = read_header(path)
+    for completion in read_entry(path)["completions"]:
+        if read in completion["reads"]:
+            fields = completion["reads"][read]["sites"]
+            first = next(iter(fields.values()))
+            count = int(memory_map(path, tensors[first["count"][0]])[0])
+            yield count, {site: memory_map(path, tensors[f["mean"][0]])[0] for site, f in fields.items()}
 
 
 def write_atomically(path: Path, data: bytes | Callable[[int], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from safetensors.numpy import save_file
 
 from vtaps.runtime.results.expected import Lock
-from vtaps.runtime.results.journal import Entry, sync_folder
-from vtaps.runtime.results.tables import GROUPS, KEY, Table, utf8
+from vtaps.runtime.results.journal import Entry, mean_of, sync_folder
+from vtaps.runtime.results.means import RunMean
+from vtaps.runtime.results.tables import GROUPS, KEY, Layout, Table, utf8
 from vtaps.runtime.results.tensors import RowWriter, Tensor, read_header, view
 from vtaps.spec.store import Store
 
@@ -53,7 +56,12 @@ def write_reads(folder: Path, lock: Lock, entries: Mapping[Path, Entry]) -> dict
     if not names:
         return {}
     (folder / "reads").mkdir(exist_ok=True)
-    out = {name: _write_read(folder, name, lock["reads"][name], entries) for name in names}
+    out = {
+        name: _write_run_mean(folder, name, lock, entries)
+        if lock["reads"][name].get("mean_over") == "run"
+        else _write_read(folder, name, lock["reads"][name], entries)
+        for name in names
+    }
     sync_folder(folder / "reads")
     return out
 
@@ -85,16 +93,23 @@ def _write_read(folder: Path, name: str, read: Mapping[str, Any], entries: Mappi
         }
         _write_sites(name, some, entries)
     sync_folder(home)
-    first = layouts.get(sites[0], {}) if sites else {}
+    kept = files if sharded else {site: paths[0] for site, paths in files.items()}
+    return _described(read, name, kept, total, layouts.get(sites[0], {}) if sites else {})
+
+
+def _described(
+    read: Mapping[str, Any], name: str, files: Mapping[str, str | list[str]], total: int, fields: _Fields
+) -> dict[str, Any]:
+    """``files``: site → the file of its rows, or its shards."""
+
+    def within(file: str) -> str:
+        return os.path.join("reads", name, file)
+
     return {
         "kind": read["kind"],
         "rows": total,
-        "fields": {f: {"dtype": dtype, "shape": list(shape)} for f, (dtype, shape) in first.items()},
-        "sites": {
-            site: paths if sharded else paths[0]
-            for site in sites
-            for paths in ([os.path.join("reads", name, file) for file in files[site]],)
-        },
+        "fields": {f: {"dtype": dtype, "shape": list(shape)} for f, (dtype, shape) in fields.items()},
+        "sites": {s: within(of) if isinstance(of, str) else [within(f) for f in of] for s, of in files.items()},
     }
 
 
@@ -104,6 +119,44 @@ def _shard_rows(store: Store, fields: _Fields, total: int) -> int:
         return store.shard_rows
     size = sum(Tensor(dtype, shape, 0).nbytes for dtype, shape in fields.values())
     return max(1, total if store.shard_bytes is None else store.shard_bytes // max(1, size))
+
+
+def _write_run_mean(folder: Path, name: str, lock: Lock, entries: Mapping[Path, Entry]) -> dict[str, Any]:
+    """One mean an arm and sweep point, over all rows of its requests; its coordinates are those of no request."""
+    home, read = folder / "reads" / name, lock["reads"][name]
+    home.mkdir(exist_ok=True)
+    found: dict[tuple[str, int], RunMean] = {}
+    for path, entry in entries.items():
+        where = entry["request"]["arm"], entry["request"]["point"]
+        for count, means in mean_of(path, name):
+            found.setdefault(where, RunMean()).add(count, means)
+    sweep = Layout(lock, ())
+    with Table(home / "rows.parquet", [*ROWS, *sweep.sweep_fields()]) as table:
+        for arm, point in found:
+            nobody = dict.fromkeys(column for column, _ in ROWS)
+            table.add({**nobody, "arm": arm, **sweep.sweep_values(arm, point)})
+    files = site_files(read["sites"])
+    fields: _Fields = {}
+    for site in read["sites"]:
+        width = next((len(mean.sums[site]) for mean in found.values()), 0)
+        fields = {"mean": ("F32", (width,)), "count": ("I64", ())}
+        writer = RowWriter(home / files[site], fields if found else {}, len(found))
+        for row, mean in enumerate(found.values()):
+            writer.write("mean", row, mean.mean(site).astype(np.float32))
+            writer.write("count", row, np.array([mean.count], np.int64))
+        writer.close()
+    sync_folder(home)
+    return _described(read, name, files, len(found), fields if found else {})
+
+
+def write_vectors(folder: Path, vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]]) -> None:
+    """vectors/NAME.safetensors: what the run made of its reads, float32 ``[width]`` a location of use."""
+    shutil.rmtree(folder / "vectors", ignore_errors=True)
+    for name, sites in vectors.items():
+        (folder / "vectors").mkdir(exist_ok=True)
+        save_file(dict(sites), folder / "vectors" / f"{name}.safetensors")
+    if vectors:
+        sync_folder(folder / "vectors")
 
 
 def _coordinates(request: Entry, completion: Entry, name: str) -> Iterable[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class Layout:
     """
 
     def __init__(self, lock: Lock, entries: Iterable[Entry]) -> None:
-        self._lock = lock
+        self.lock = lock
         self.edits = list(lock["edits"])
         self.gates = {name: gate["holds"] for name, gate in (lock.get("gates") or {}).items()}
         taken = {name for name, _ in (*KEY, *GROUPS, *ANSWER, *MEASURED)}
@@ -143,7 +143,7 @@ class Layout:
         return [(self.prompt[name], column.type) for name, column in self._prompt.items()]
 
     def sweep_values(self, arm: str, point: int) -> dict[str, Any]:
-        values = point_of(self._lock, arm, point)["values"]
+        values = point_of(self.lock, arm, point)["values"]
         return {self.sweep[p]: column.cast(values.get(p)) for p, column in self._sweep.items()}
 
     def prompt_values(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Table:
 def write_tables(
     folder: Path,
     layout: Layout,
-    entries: Iterable[tuple[Path, Entry]],
+    entries: Collection[tuple[Path, Entry]],
     token_text: Callable[[int], str] | None,
 ) -> None:
     """Write the tables, that of the gates where there are some; ``entries`` come in the order of the plan."""
@@ -209,11 +209,12 @@ def write_tables(
             texts[token] = utf8(token_text(token))
         return texts[token]
 
+    anchors = Anchors(layout.lock, entries)
     wide = [*KEY, *GROUPS, *sweep, *prompt, *ANSWER, *counts, *layout.gate_fields()]
     with (
         _gates(folder, layout, [*KEY, *GROUPS, *sweep, *SCORED]) as gates,
         Table(folder / "requests.parquet", wide, REQUESTS) as requests,
-        Table(folder / "metrics.parquet", [*KEY, *GROUPS, *sweep, *MEASURED]) as metrics,
+        Table(folder / "metrics.parquet", [*KEY, *GROUPS, *sweep, *MEASURED, *anchors.fields]) as metrics,
         Table(folder / "tokens.parquet", TOKENS) as tokens,
     ):
         for path, entry in entries:
@@ -237,8 +238,9 @@ def write_tables(
                 if gates is not None:
                     for scored in _scored(path, request, completion):
                         gates.add({**key, **common, **scored})
-                for measured in _measured(path, request, completion):
-                    metrics.add({**key, **common, **measured})
+                for measured in measured_of(path, request, completion):
+                    normalized = anchors.normalized(request, measured)
+                    metrics.add({**key, **common, **measured, **normalized})
                 for token in _tokens(request, completion, text):
                     tokens.add({**key, **token})
 
@@ -265,7 +267,43 @@ def _scored(path: Path, request: Entry, completion: Entry) -> Iterator[dict[str,
                 }
 
 
-def _measured(path: Path, request: Entry, completion: Entry) -> Iterator[dict[str, Any]]:
+class Anchors:
+    """The values of the arms that metrics are normalized by."""
+
+    fields: Sequence[tuple[str, Any]]
+
+    def __init__(self, lock: Lock, entries: Iterable[tuple[Path, Entry]]) -> None:
+        self._arms = {name: metric["normalize"] for name, metric in lock["metrics"].items() if metric.get("normalize")}
+        self.fields = (("normalized", pa.float32()),) if self._arms else ()
+        wanted = {arm for arms in self._arms.values() for arm in arms.values()}
+        # (metric, arm, prompt id, step) → group → value
+        self._values: dict[tuple[str, str, str, int], dict[str, float]] = {}
+        for path, entry in entries if wanted else ():
+            request = entry["request"]
+            if request["arm"] not in wanted:
+                continue
+            for measured in (m for completion in entry["completions"] for m in measured_of(path, request, completion)):
+                key = measured["metric"], request["arm"], request["prompt"], measured["step"]
+                self._values.setdefault(key, {})[request["group"]] = measured["value"]
+
+    def normalized(self, request: Entry, measured: Mapping[str, Any]) -> dict[str, float | None]:
+        """(x − zero) / (one − zero) beside a value; null where an arm has none for the prompt, or both the same."""
+        if not self._arms:
+            return {}
+        arms = self._arms.get(measured["metric"])
+        one, zero = (None if arms is None else self._anchor(request, measured, arms[k]) for k in ("one", "zero"))
+        if one is None or zero is None or one == zero:
+            return {"normalized": None}
+        return {"normalized": (measured["value"] - zero) / (one - zero)}
+
+    def _anchor(self, request: Entry, measured: Mapping[str, Any], arm: str) -> float | None:
+        found = self._values.get((measured["metric"], arm, request["prompt"], measured["step"]), {})
+        if request["group"] in found:
+            return found[request["group"]]
+        return next(iter(found.values())) if len(found) == 1 else None
+
+
+def measured_of(path: Path, request: Entry, completion: Entry) -> Iterator[dict[str, Any]]:
     if not completion["metrics"]:
         return
     first = len(request["prompt_token_ids"]) - 1

@@ -1,0 +1,15 @@
+"""`set` of rows: see ``vtaps.runtime.block.put``."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from vtaps.codegen import nodes
+from vtaps.spec.plan import EditPlan
+
+VERSION = 1
+"""Counts changes of what the statement does: part of the structure digest."""
+
+
+def emit(plan: EditPlan, values: list[cst.BaseExpression]) -> cst.Call:
+    return nodes.edit("put", plan, values)
