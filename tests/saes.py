@@ -45,11 +45,11 @@ def save_sae(
 
 
 def exact_sae(width: int, features: int) -> dict[str, Floats]:
-    """A jumprelu SAE of small whole numbers: in float32 its products with such rows are exact."""
+    """A jumprelu SAE of small numbers of few bits: in float32 its products with such rows are exact."""
     rng = np.random.default_rng(4)
     made = {
         "W_enc": rng.integers(-1, 2, (width, features)), "b_enc": rng.integers(-3, 4, features),
-        "W_dec": rng.integers(-1, 2, (features, width)), "b_dec": rng.integers(-2, 3, width),
+        "W_dec": rng.integers(-1, 2, (features, width)) / 8, "b_dec": rng.integers(-2, 3, width),
         "threshold": rng.integers(1, 6, features),
     }  # fmt: skip
     return {name: values.astype(np.float64) for name, values in made.items()}
