@@ -29,12 +29,30 @@ def write_sae(
     if architecture == "jumprelu":
         made["threshold"] = np.abs(rng.normal(size=features)) * size
         made["threshold"][0] = -1.0
+    said = {"architecture": architecture, "d_in": width, "d_sae": features, "dtype": "float32", **config}
+    return save_sae(folder, made, said, dtype)
+
+
+def save_sae(
+    folder: Path, made: dict[str, Floats], said: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> dict[str, Floats]:
+    """``made`` in ``dtype`` with a ``cfg.json`` of ``said``; the tensors as the file has them, in float64."""
     tensors = {name: torch.from_numpy(values).to(dtype) for name, values in made.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "sae_weights.safetensors")
-    said = {"architecture": architecture, "d_in": width, "d_sae": features, "dtype": "float32", **config}
     (folder / "cfg.json").write_text(json.dumps(said), encoding="utf-8")
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
+
+
+def exact_sae(width: int, features: int) -> dict[str, Floats]:
+    """A jumprelu SAE of small numbers of few bits: in float32 its products with such rows are exact."""
+    rng = np.random.default_rng(4)
+    made = {
+        "W_enc": rng.integers(-1, 2, (width, features)), "b_enc": rng.integers(-3, 4, features),
+        "W_dec": rng.integers(-1, 2, (features, width)) / 8, "b_dec": rng.integers(-2, 3, width),
+        "threshold": rng.integers(1, 6, features),
+    }  # fmt: skip
+    return {name: values.astype(np.float64) for name, values in made.items()}
 
 
 def activations(sae: dict[str, Floats], rows: Floats, *, k: int | None = None, centred: bool = True) -> Floats:

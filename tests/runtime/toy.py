@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from tests.runtime import schedules as sch
 from tests.runtime.schedules import Ask, holds
-from tests.saes import activations
+from tests.saes import activations, exact_sae, save_sae
 from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.session import Session
@@ -77,15 +76,7 @@ VECTORS = {
     "weight": np.random.default_rng(3).integers(-2, 3, (3, WIDTH)).astype(np.float64),
     "bias": np.array([1, -2, 0.5]),
 }
-FEATURES = 12
-_DRAW = np.random.default_rng(4)
-SAE = {
-    "W_enc": _DRAW.integers(-1, 2, (WIDTH, FEATURES)).astype(np.float64),
-    "b_enc": _DRAW.integers(-3, 4, FEATURES).astype(np.float64),
-    "W_dec": _DRAW.integers(-1, 2, (FEATURES, WIDTH)).astype(np.float64),
-    "b_dec": _DRAW.integers(-2, 3, WIDTH).astype(np.float64),
-    "threshold": _DRAW.integers(1, 6, FEATURES).astype(np.float64),
-}
+SAE = exact_sae(WIDTH, 12)
 SITES: dict[str, dict[str, Any]] = {
     "in": {"module": "layers.0", "input": "hidden", "residual": "residual"},
     "r0": {"module": "layers.0", "output": 0, "residual": 1},
@@ -282,9 +273,7 @@ def write(folder: Path, mode: str = "eager", **reads: int) -> Manifest:
     served = {name: arm for name, arm in ARMS.items() if name != "plain" and (mode == "eager" or name != PYTHON)}
     edits = {name: entry for name, entry in EDITS.items() if mode == "eager" or name not in BY_PYTHON}
     kept = {name: entry for name, entry in READS.items() if mode == "eager" or name not in BY_PYTHON}
-    (folder / "sae").mkdir(exist_ok=True)
-    save_file({name: values.astype(np.float32) for name, values in SAE.items()}, folder / "sae/sae_weights.safetensors")
-    (folder / "sae/cfg.json").write_text('{"architecture": "jumprelu"}', encoding="utf-8")
+    save_sae(folder / "sae", SAE, {"architecture": "jumprelu"})
     for name, vector in VECTORS.items():
         np.save(folder / f"{name}.npy", vector)
 
