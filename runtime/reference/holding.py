@@ -292,7 +292,9 @@ class _One:
             yield from range(start, start + length)
 
     def _relative(self, off: Any, rows: list[int]) -> Errors:
-        return apart(np.asarray(off), np.zeros(len(rows)), largest(self.seen.logits[rows]) * self.seen.last[rows])
+        # Logits that are all alike are no reason to hold their logarithms to nothing.
+        size = np.maximum(largest(self.seen.logits[rows]), 1.0) * self.seen.last[rows]
+        return apart(np.asarray(off), np.zeros(len(rows)), size)
 
     def _told(self, what: str, name: str, site: str, errors: Errors, rows: list[int]) -> Measured:
         at = int(errors.argmax()) if len(errors) else None
