@@ -35,7 +35,7 @@ pytestmark = pytest.mark.engine
 
 Floats = np.ndarray[Any, Any]
 STREAMS = [f"resid_post[{i}]" for i in range(LAYERS)]
-GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
 TOLERANCE = 4e-3 if torch.cuda.is_available() else 4e-5
 VECTORS = {"r": (1, 1.0), "s": (2, 6.0), "t": (3, 8.0)}
 PROMPT, LAST = {"rows": "prompt"}, {"rows": "prompt", "positions": [[-1, -1]]}
@@ -137,7 +137,7 @@ def engine(
         arms={"base": arm(reads=["stream"]), **{name: acting(name) for name in EDITS}, "both": acting(*BOTH)},
         # Prompts come in pieces, beside rows of others; the longest take two blocks with their answers, in a cache of
         # seven: some requests are preempted and computed again.
-        vllm={"max_num_batched_tokens": 40, "num_gpu_blocks_override": BLOCKS},
+        vllm={"max_num_batched_tokens": 100, "num_gpu_blocks_override": BLOCKS},
         mode=request.param,
     )  # fmt: skip
     with Engine(lock, folder, block, folder / "manifest") as made:
