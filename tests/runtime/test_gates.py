@@ -1,6 +1,7 @@
 """Gates on a toy model under any schedule: chunks, batches, pauses and preemptions change no decision, and what is
 reported is what acted."""
 
+# long because: one toy model and one oracle stand behind every schedule
 from __future__ import annotations
 
 import hashlib
