@@ -21,16 +21,17 @@ def plan_means(
     used: dict[str, dict[str, Site]] = {}
     for name, site, _ in uses_of_vectors(spec, edits, reads, gates, swept_vectors(spec)):
         used.setdefault(name, {})[site.name] = site
-    matrices = {name: plan.edit.name for plan in edits.values() for name in plan.edit.matrices}
+    whole = {name: f"edit {p.edit.name!r} takes its matrices" for p in edits.values() for name in p.edit.matrices}
+    for read in (p.read for p in reads.values() if p.read.kind == "probe"):
+        whole.update((name, f"read {read.name!r} takes its weights") for name in read.vectors)
     out: dict[str, dict[str, MeanSource]] = {}
     for vector in spec.vectors.values():
         for key, of in vector.means:
             if of.arm not in arms or of.read not in reads:
                 continue
             try:
-                if vector.name in matrices:
-                    text = f"{matrices[vector.name]!r} takes the matrices of `affine` from files alone"
-                    raise SourceFault("VT329", text, None)
+                if vector.name in whole:
+                    raise SourceFault("VT329", f"{whole[vector.name]} from files alone", None)
                 sites = used.get(vector.name, {})
                 source = _source(vector, of, reads[of.read], arms[of.arm], prompts, sites)
                 out.setdefault(vector.name, {})[key] = source

@@ -153,7 +153,7 @@ def check_vectors(
 
 def _check_probe(plan: ReadPlan, spec: Spec, doc: Document, tell: Callable[..., None]) -> None:
     read, names = plan.read, plan.read.vectors
-    if read.kind != "probe" or any(_unusable(name, spec) for name in names):
+    if read.kind != "probe" or any(_unusable(name, spec) or spec.vectors[name].means for name in names):
         return
     for site in plan.sites:
         where = (*read.where, "probe", "weight")

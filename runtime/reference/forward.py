@@ -122,7 +122,9 @@ class HuggingFace:
         factor = float(module.scalar_embed_scale) if place.unscaled else 1.0
 
         def after(_: Any, __: Any, out: Any) -> None:
-            x = (out[0] if isinstance(out, tuple) else out)[0]
+            x = out[0] if isinstance(out, tuple) else out
+            # A router works on rows: it has no axis of sequences.
+            x = x if x.dim() == 2 else x[0]
             self._visit(name, x[:, self._columns(place, x.shape[1])], factor)
 
         def before(_: Any, args: Any, kwargs: Any) -> None:

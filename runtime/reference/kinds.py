@@ -81,6 +81,13 @@ def _project(got: ReadRows, want: Floats, of: Context) -> Errors:
     return apart(field(got, "project"), x @ vectors.T, size)
 
 
+def _probe(got: ReadRows, want: Floats, of: Context) -> Errors:
+    x = want.astype(np.float64)
+    weight, bias = (t.astype(np.float64) for t in of.program.load_probe(of.entry.vectors, of.site))
+    size = np.linalg.norm(x, axis=1) * np.linalg.norm(weight, axis=1).max() + np.abs(bias).max(initial=0.0)
+    return apart(field(got, "probe"), x @ weight.T + bias, size * of.growth)
+
+
 def _lens(got: ReadRows, want: Floats, of: Context) -> Errors:
     logits = of.lens(want).astype(np.float64)
     ids = got.values["ids"].astype(np.int64)
@@ -114,7 +121,10 @@ READS: Mapping[str, Comparison | NotChecked] = {
     "mean": _mean,
     "norm": _norm,
     "project": _project,
+    "probe": _probe,
     "lens": _lens,
+    "features": NotChecked("the encoder of a sparse autoencoder is not repeated"),
+    "pattern": NotChecked("it is made of queries and keys after the run"),
     "python": NotChecked("a function of your own is its own definition"),
 }
 """Every kind of read (``vtaps.runtime.program.KINDS``)."""

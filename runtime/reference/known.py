@@ -23,10 +23,12 @@ from vtaps.runtime.program import (
 from vtaps.spec.rows import Rows
 
 KNOWN: Mapping[type, frozenset[str]] = {
-    EditEntry: frozenset({"verb", "sites", "tokens", "vectors", "keep_norm", "matrices", "python"}),
-    PointEdit: frozenset({"edit", "sites", "coefficient", "vector", "low", "high"}),
+    EditEntry: frozenset(
+        {"verb", "sites", "tokens", "vectors", "keep_norm", "matrices", "python", "sae", "value", "slots"}
+    ),
+    PointEdit: frozenset({"edit", "sites", "coefficient", "vector", "low", "high", "feature"}),
     ReadEntry: frozenset(
-        {"kind", "sites", "tokens", "vectors", "top", "ids", "step_rows", "requests", "python"}
+        {"kind", "sites", "tokens", "vectors", "top", "ids", "step_rows", "requests", "python", "sae"}
     ),
     MetricEntry: frozenset({"kind", "ids", "tokens"}),
     OverrideEntry: frozenset({"ids"}),
@@ -37,7 +39,11 @@ KNOWN: Mapping[type, frozenset[str]] = {
     ),
 }  # fmt: skip
 
-NOT_CHECKED: Mapping[tuple[type, str], str] = {}
+NOT_CHECKED: Mapping[tuple[type, str], str] = {
+    (EditEntry, "when"): "what a gate decides is not repeated",
+    (PointEdit, "position"): "a sweep over the edit's rows is not repeated",
+    (ReadEntry, "store"): "rows that are stored in another form are not compared",
+}
 """(entry, field) → why the reference does without it."""
 
 

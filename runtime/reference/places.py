@@ -49,6 +49,10 @@ _LLAMA: Mapping[str, Place] = {
     "mlp_post": _place(f"{_L}.mlp.down_proj.input"),
     "final_norm": _place("model.norm.output"),
 }
+_MOE: Mapping[str, Place] = {
+    **{alias: place for alias, place in _LLAMA.items() if alias != "mlp_post"},
+    "router_logits": _place(f"{_L}.mlp.gate.output"),
+}
 _PHI3: Mapping[str, Place] = {
     **_LLAMA,
     "q": _place(f"{_L}.self_attn.qkv_proj.output", "q"),
@@ -99,6 +103,10 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2ForCausalLM": _OF_LLAMA,
     "Qwen3ForCausalLM": _OF_LLAMA,
     "Ernie4_5ForCausalLM": _OF_LLAMA,
+    "MixtralForCausalLM": Family(_MOE, "model.layers", "model.norm"),
+    "OlmoeForCausalLM": Family(_MOE, "model.layers", "model.norm"),
+    "Qwen2MoeForCausalLM": Family(_MOE, "model.layers", "model.norm"),
+    "Qwen3MoeForCausalLM": Family(_MOE, "model.layers", "model.norm"),
     "Phi3ForCausalLM": Family(_PHI3, "model.layers", "model.norm"),
     "GemmaForCausalLM": Family(_GEMMA1, "model.layers", "model.norm"),
     "Gemma2ForCausalLM": Family(_GEMMA, "model.layers", "model.norm"),

@@ -51,6 +51,11 @@ class Use:
         # The engines keep it in float32.
         return float(np.float32(self.point.coefficient))
 
+    @property
+    def operand(self) -> Floats | float:
+        """What the coefficient multiplies: the vector, or 1 where it is a number for every column."""
+        return 1.0 if self.edit.value else self.vector()
+
     def vector(self, name: str | None = None) -> Floats:
         """float64 ``[width]``.  Raises LockError."""
         wanted = name or self.point.vector
@@ -59,7 +64,7 @@ class Use:
 
 
 def _add(x: Floats, use: Use) -> Floats:
-    moved = x + use.coefficient * use.vector()
+    moved = x + use.coefficient * use.operand
     if not use.edit.keep_norm:
         return moved
     before, now = (np.linalg.norm(np.where(use.here, rows, 0.0), axis=1, keepdims=True) for rows in (x, moved))
@@ -76,7 +81,7 @@ def _zero(x: Floats, use: Use) -> Floats:
 
 
 def _set(x: Floats, use: Use) -> Floats:
-    return np.broadcast_to(use.coefficient * use.vector(), x.shape)
+    return np.broadcast_to(use.coefficient * use.operand, x.shape)
 
 
 def _project_out(x: Floats, use: Use) -> Floats:
@@ -102,6 +107,18 @@ def _affine(x: Floats, use: Use) -> Floats:
     return x + use.coefficient * (np.where(use.here, x, 0.0) @ down.T + bias) @ up
 
 
+def _feature(x: Floats, use: Use) -> Floats:
+    assert use.edit.sae is not None and use.point.feature is not None
+    folder, does = use.edit.sae
+    feature = use.program.load_sae("verify", folder, use.site).feature(use.point.feature)
+    decoder = feature.decoder.astype(np.float64)
+    if does == "by":
+        return x + use.coefficient * decoder
+    before = x @ feature.encoder.astype(np.float64) + feature.bias
+    activation = np.where(before > feature.threshold, before, 0.0)
+    return x + np.outer(use.coefficient - activation, decoder)
+
+
 Formula = Callable[[Floats, Use], Floats]
 
 VERBS: Mapping[str, Formula | NotChecked] = {
@@ -112,6 +129,8 @@ VERBS: Mapping[str, Formula | NotChecked] = {
     "project_out": _project_out,
     "clamp": _clamp,
     "affine": _affine,
+    "feature": _feature,
+    "put": NotChecked("rows of another request are not in the forward of this one"),
     "python": NotChecked("a function of your own is its own definition"),
 }
 """Every verb of the language (``vtaps.runtime.program.VERBS``): a new one is registered here."""

@@ -15,18 +15,20 @@ from vtaps.runtime.reference import kinds, known, places, verbs
 from vtaps.spec import spec
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.rows import Rows
+from vtaps.spec.saes import Feature
 
 SITE = SiteEntry("here", "m", None, None, None, None, 0, 4)
 
 
 def test_every_verb_has_a_formula_or_a_reason() -> None:
-    assert set(verbs.VERBS) == set(VERBS) == set(get_args(spec.Verb))
+    assert set(verbs.VERBS) == set(VERBS) == {*get_args(spec.Verb), "put"}
     for formula in verbs.VERBS.values():
         assert callable(formula) or formula.reason
 
 
 def test_every_read_and_metric_has_a_comparison_or_a_reason() -> None:
-    assert set(kinds.READS) == set(KINDS) == set(get_args(spec.ReadKind))
+    # A pattern is two reads of rows to the worker, and made of what they kept.
+    assert set(kinds.READS) == {*KINDS, "pattern"} == set(get_args(spec.ReadKind))
     assert set(kinds.METRICS) == set(METRICS) == set(get_args(spec.MetricKind))
     for comparison in (*kinds.READS.values(), *kinds.METRICS.values()):
         assert callable(comparison) or comparison.reason
@@ -38,20 +40,35 @@ def test_every_field_of_an_entry_is_understood_or_has_a_reason() -> None:
         assert {f.name for f in fields(entry)} == understood | told, entry
         assert not understood & told
     acting = {*Program.__annotations__} - {"folder", "structure", "block_digest", "block_lines", "spec_file", "mode",
-                                           "tap_memory", "forwards", "checked", "compiled"}  # fmt: skip
-    assert acting == {"sites", "edits", "reads", "overrides", "metrics", "vectors", "arms", "lens_norm"}
+                                           "tap_memory", "forwards", "checked", "compiled",
+                                           "outside", "known", "saes"}  # fmt: skip
+    assert acting == {
+        "sites",
+        "edits",
+        "reads",
+        "overrides",
+        "metrics",
+        "vectors",
+        "arms",
+        "lens_norm",
+        "gates",
+        "patterns",
+    }
 
 
 def test_a_field_that_nobody_knows_is_no_silence() -> None:
     @dataclass(frozen=True)
-    class Gated(EditEntry):
-        when: str | None = None
+    class Louder(EditEntry):
+        volume: int | None = None
 
-    gated = Gated("zero", ("here",), Rows(), when="refuse")
+    louder = Louder("zero", ("here",), Rows(), volume=11)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known, "KNOWN", {**known.KNOWN, Gated: known.KNOWN[EditEntry]})
-        assert known.strange(gated) == "when is not known to the reference"
-        assert known.strange(replace(gated, when=None)) is None
+        patch.setattr(known, "KNOWN", {**known.KNOWN, Louder: known.KNOWN[EditEntry]})
+        assert known.strange(louder) == "volume is not known to the reference"
+        assert known.strange(replace(louder, volume=None)) is None
+        assert (
+            known.strange(EditEntry("zero", ("here",), Rows(), when="gates.g")) == "what a gate decides is not repeated"
+        )
 
 
 def test_every_alias_of_every_table_has_a_place() -> None:
@@ -80,14 +97,26 @@ def use(verb: Any, vectors: dict[str, list[float]] | None = None, columns: Any =
             down, up, *bias = (np.array((vectors or {})[name], np.float32) for name in names)
             return down[None], up[None], bias[0] if bias else np.zeros(1, np.float32)
 
+        def load_sae(self, entry: str, folder: str, site: SiteEntry) -> Any:
+            return SAE
+
     edit = EditEntry(
         verb, ("here",), Rows(), tuple(more.pop("directions", ())), more.pop("keep_norm", False),
-        tuple(more.pop("matrices", ())),
+        tuple(more.pop("matrices", ())), sae=more.pop("sae", None), value=more.pop("value", False),
     )  # fmt: skip
     point = PointEdit("e", ("here",), more.pop("c", None), more.pop("vector", None), more.pop("low", None),
-                      more.pop("high", None))  # fmt: skip
+                      more.pop("high", None), more.pop("feature", None))  # fmt: skip
     program = Given(Path(), "", "", {}, "", {"here": SITE}, {}, {}, {}, {}, {}, {}, None)
     return verbs.Use(program, edit, point, SITE, columns)
+
+
+class SAE:
+    """Feature 7: twice the second column less 1, where that is above 2; it writes the third."""
+
+    @staticmethod
+    def feature(index: int) -> Feature:
+        assert index == 7
+        return Feature(np.array([0, 2, 0, 0], np.float32), -1.0, 2.0, np.array([0, 0, 1, 0], np.float32))
 
 
 V = {"v": [0.0, 4.0, 0.0, 0.0], "w": [3.0, 0.0, 4.0, 0.0], "b": [2.0]}
@@ -107,6 +136,11 @@ CASES: dict[str, tuple[verbs.Use, list[float], list[float]]] = {
     "clamp within": (use("clamp", V, vector="v", low=-1.0, high=3.0), [1, 2, 3, 4], [1, 2, 3, 4]),
     "clamp up": (use("clamp", V, vector="w", low=10.0), [0, 0, 0, 0], [6, 0, 8, 0]),
     "affine": (use("affine", V, c=2.0, matrices=["w", "v", "b"]), [1, 0, 1, 0], [1, 2 * (7 + 2) * 4, 1, 0]),
+    "add a number": (use("add", None, ((1, 3),), c=0.5, value=True), [1, 1, 1, 1], [1, 1.5, 1.5, 1]),
+    "set to a number": (use("set", None, ((0, 1),), c=-2.0, value=True), [1, 1, 1, 1], [-2, 1, 1, 1]),
+    "feature to, active": (use("feature", sae=("s", "to"), c=4.0, feature=7), [1, 2, 0, 1], [1, 2, 1, 1]),
+    "feature to, idle": (use("feature", sae=("s", "to"), c=4.0, feature=7), [1, 1.5, 0, 1], [1, 1.5, 4, 1]),
+    "feature by": (use("feature", sae=("s", "by"), c=4.0, feature=7), [1, 2, 0, 1], [1, 2, 4, 1]),
     "affine, no bias": (use("affine", V, c=1.0, matrices=["v", "w"]), [0, 1, 0, 0], [12, 1, 16, 0]),
 }  # fmt: skip
 
