@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 pytest.importorskip("vllm")
 
 from tests.models import tiny
+from tests.saes import write_sae
 from vtaps.check import check_file
 from vtaps.comparing import compared
 from vtaps.compiling import compile_plan
@@ -47,6 +48,7 @@ KINDS: dict[str, tuple[tuple[str, int], ...]] = {
     "op": ((OP, 256),),
     "raw": (("model.layers.1.mlp.gate_up_proj.output", 512),),
 }
+FEATURES = 8
 WITH_HEADS = ("heads", "columns")
 NOT_HUGGING_FACE = ("raw",)
 SELECTORS: tuple[dict[str, Any] | str, ...] = (
@@ -61,6 +63,7 @@ class Case:
     verb: str
     kind: str
     site: str
+    width: int
     edit: dict[str, Any]
     prompt: str
 
@@ -77,13 +80,15 @@ def cases() -> list[Case]:
             site, width = sites[rng.integers(len(sites))]
             fields = dict(_fields(verb, width, rng))
             narrow = rng.integers(3)
+            if verb == "feature":
+                narrow = 0
             if narrow and kind in WITH_HEADS:
                 fields["heads"] = [int(rng.integers(width // HEAD_DIM))]
             if narrow == 2 or (narrow and kind not in WITH_HEADS):
                 fields["dims"] = [0, "3..20", 31]
             prompt = ("short", "long")[rng.integers(2)]
             tokens = SELECTORS[rng.integers(len(SELECTORS))]
-            found.append(Case(verb, kind, site, {"at": site, "tokens": tokens, verb: fields}, prompt))
+            found.append(Case(verb, kind, site, width, {"at": site, "tokens": tokens, verb: fields}, prompt))
     return found
 
 
@@ -92,6 +97,8 @@ def _fields(verb: str, width: int, rng: np.random.Generator) -> dict[str, Any]:
     vector = str(rng.choice(["x", "y"]))
     if verb == "affine":
         return {"down": f"down{width}", "up": f"up{width}", "scale": scale} | ({"bias": "bias"} if scale > 0 else {})
+    if verb == "feature":
+        return {"sae": f"sae{width}", "index": int(rng.integers(FEATURES)), "to" if scale > 0 else "by": scale}
     return {
         "add": {"vector": vector, "scale": scale} | ({"keep_norm": True} if rng.integers(2) else {}),
         "scale": {"by": scale},
@@ -108,6 +115,7 @@ READ: dict[str, dict[str, Any]] = {
     "mean": {"mean_over": "request"},
     "norm": {"norm": True},
     "project": {"project": {"vectors": ["x", "y"]}},
+    "probe": {"probe": {"weight": "x"}},
     "lens": {"lens": {"top": 5}},
 }
 
@@ -118,6 +126,8 @@ def spec(folder: Path, mode: str) -> Path:
     for width in (64, WIDTH, 256, 512):
         for name in ("down", "up"):
             tensors[f"{name}{width}"] = (rng.standard_normal((3, width)) / width**0.25).astype(np.float32)
+        if not (folder / f"sae{width}").exists():
+            write_sae(folder / f"sae{width}", "standard", width, FEATURES, seed=width)
     save_file(tensors, folder / "affine.safetensors")
     reads = {"stream": {"at": "resid_post[*]", "tokens": "all", "sees": "after_edits"}}
     for kind, form in READ.items():
@@ -138,6 +148,7 @@ def spec(folder: Path, mode: str) -> Path:
             **{name: {"file": "affine.safetensors", "tensor": name} for name in tensors
                if any(name in json.dumps(c.edit) for c in CASES)},
         },
+        "saes": {f"sae{width}": {"dir": f"sae{width}"} for width in {c.width for c in CASES if c.verb == "feature"}},
         "reads": {name: read for name, read in reads.items() if name in used},
         "edits": {case.name: case.edit for case in CASES},
         "metrics": {"e": {"logprob": "e", "tokens": "sampling"},
@@ -227,7 +238,8 @@ def test_every_verb_at_every_kind_of_location_is_hugging_face_s(
     # A check that could not fail would pass on a verb that does nothing.  A clamp leaves rows within its bounds alone.
     still = [edit for edit, size in moved.items() if size < 1e-2]
     assert all(edit.startswith("clamp_") for edit in still) and len(still) <= 1, still
-    assert {edit.removesuffix("_heads") for edit in moved if edit.endswith("_heads")} == set(VERBS) - {"python"}
+    served = {edit.removesuffix("_heads") for edit in moved if edit.endswith("_heads")}
+    assert served == {verb for verb, formula in VERBS.items() if callable(formula)}
     wrong = [c for one in finished.values() for c in meant.counts(one) if not c.same or not c.fired]
     assert wrong == []
 
