@@ -108,6 +108,9 @@ def _metric(run: RunResult, name: str) -> Iterator[Figure]:
     of = " − ".join(repr(t) for t in run.lock["metrics"][name]["texts"])
     label = f"{kind} of {of}"
     rows = [r for r in run.metrics.to_pylist() if r["metric"] == name]
+    if run.lock["metrics"][name].get("normalize"):
+        label = f"{kind}, normalized"
+        rows = [{**r, "value": r["normalized"]} for r in rows if r["normalized"] is not None]
     sweeps = tuple(run.info["columns"]["sweep"].values())
     plain: dict[tuple[str, str], list[float]] = {}
     for arm in dict.fromkeys(r["arm"] for r in rows):

@@ -97,6 +97,13 @@ def test_two_axes_make_a_grid(run: RunResult) -> None:
     assert figure.centred
     assert figure.value_label == "logit diff of ' Paris' − ' Rome'"
     assert figure.caption == "mean over 2 prompts"
+    lock["metrics"]["paris"]["normalize"] = {"one": "clean", "zero": "base"}
+    grid.metrics = pa.Table.from_pylist(
+        [{**r, "normalized": r["value"] / 10 if r["at"] != "resid_post[4]" else None} for r in rows]
+    )
+    [figure] = figures(grid, text)
+    assert isinstance(figure, Curves)
+    assert dict(figure.lines)["mean of 2 prompts"] == pytest.approx([0.3, 0.2])
 
 
 def test_a_page_stands_alone_and_nothing_in_it_is_markup_of_a_model(run: RunResult) -> None:
