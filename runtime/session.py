@@ -15,8 +15,9 @@ from safetensors.numpy import load
 from torch import Tensor, nn
 
 from vtaps.runtime import kernels, ops
+from vtaps.runtime.axis import Axis
 from vtaps.runtime.block import Location, Note
-from vtaps.runtime.boards import Axis, Boards
+from vtaps.runtime.boards import Boards
 from vtaps.runtime.fills import NOTHING, Fill, StepPlan
 from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
