@@ -414,7 +414,7 @@ def test_proof_rows_gate_nothing(manifests: dict[str, Manifest]) -> None:
         assert session.boards.unproved(3) == []
     assert (out[:3] == sentinel(list(SITES).index("final"))).all() and out[3:].isnan().all()
     # A location with a gate and an edit that it gates is two launches.
-    assert session.boards.seen.tolist() == session.proved.tolist() == [1, 2, 1, 1]
+    assert session.boards.seen.tolist() == session.counts.proved.tolist() == [1, 2, 1, 1]
     session.boards.clear()
     session.close()
 

@@ -512,7 +512,7 @@ def test_the_proof_finds_every_tap_that_is_in_the_graph(tmp_path: Path) -> None:
     """Proof rows come out as each location's sentinel, from reads and edits, and only as many as were asked for."""
     s = Session(toy.write(tmp_path, "taps"))
     s.attach(model := toy.Model(), model.compute_logits, LIMITS, torch.float32, toy.compiled)
-    in_graph = s.in_graph.tolist()
+    in_graph = s.counts.in_graph.tolist()
     assert in_graph == [name not in toy_program.BEHIND for name in toy.SITES]
     with torch.inference_mode():
         for rows in (1, 3, 8):
