@@ -22,6 +22,7 @@ from torch import Tensor
 from vtaps.runtime.fills import Fill, MetricFill
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.marks import Marks
+from vtaps.runtime.metrics import Metrics, deliverer
 from vtaps.runtime.narrow import narrowed
 from vtaps.runtime.probes import Probe, applied
 from vtaps.runtime.program import Program
@@ -74,15 +75,13 @@ class Harvest:
         self._grow = grow
         self.lens = lens
         self._probes, self._saes = probes, saes
-        # On the device once: an index from the host would wait for the device in every step.
-        self._ids = {name: torch.tensor(metric.ids, device=device) for name, metric in program.metrics.items()}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._open: list[Taken] = []
         self._waiting: dict[str, list[Taken]] = {}
         self._events, self._measured = Marks(), Marks()
         self._computed = 0
         self._leaving: deque[tuple[Ring, int, int, Any]] = deque()
-        self._metrics: list[tuple[int, MetricFill, int, Tensor]] = []
+        self._metrics = Metrics(program, device)
         self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
         self._sent = self._sorted = self._on_way = 0
         self._first: deque[tuple[int, int]] = deque()
@@ -171,22 +170,7 @@ class Harvest:
         untouched."""
         if not fills:
             return
-        rows = np.unique(np.concatenate([f.rows for f in fills]))
-        picked = logits.index_select(0, torch.from_numpy(rows).to(logits.device, non_blocking=True)).float()
-        total: Tensor | None = None
-        for fill in fills:
-            entry = self.program.metrics[fill.name]
-            mine = torch.from_numpy(np.searchsorted(rows, fill.rows)).to(logits.device, non_blocking=True)
-            chosen = picked[mine].index_select(1, self._ids[fill.name])
-            if entry.kind == "logprob":
-                if total is None:
-                    total = torch.logsumexp(picked, dim=-1)
-                value = chosen[:, 0] - total[mine]
-            elif entry.kind == "logit_diff":
-                value = chosen[:, 0] - chosen[:, 1]
-            else:
-                value = (picked[mine] > chosen).sum(-1).float()
-            self._metrics.append((step, fill, shift, value))
+        self._metrics.measure(fills, shift, logits, step)
         if self._stream is not None:
             self._measured.put(step)
         if len(self._metrics) >= GATHERED_METRICS:
@@ -319,25 +303,18 @@ class Harvest:
 
     def _flush_metrics(self, step: int | None = None) -> None:
         """Send the metrics of the steps up to ``step``."""
-        metrics = [m for m in self._metrics if step is None or m[0] <= step]
+        metrics = self._metrics.take(step)
         if not metrics:
             return
-        del self._metrics[: len(metrics)]
         after = self._measured.after(step)
-
-        def deliver(arrays: Sequence[Array]) -> None:
-            numbers = iter(arrays[0].tolist())
-            for _, fill, shift, _ in metrics:
-                for live, position in zip(fill.lives, fill.positions, strict=True):
-                    live.metrics.setdefault(fill.name, []).append((position + shift, next(numbers)))
 
         with self._or_failed():
             with self._aside(after):
-                values = torch.cat([value for *_, value in metrics])
-                for *_, value in metrics:
+                values = torch.cat([m.value for m in metrics])
+                for m in metrics:
                     if self._stream is not None:
-                        value.record_stream(self._stream)
-            self._send([values], deliver, after, metrics[0][0])
+                        m.value.record_stream(self._stream)
+            self._send([values], deliverer(metrics), after, metrics[0].step)
 
     def _aside(self, after: Any) -> Any:
         """Work off the model's stream, once ``after`` has passed."""

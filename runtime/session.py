@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.numpy import load
 from torch import Tensor, nn
 
 from vtaps.runtime import kernels, ops
+from vtaps.runtime.axis import Axis
 from vtaps.runtime.block import Location, Note
-from vtaps.runtime.boards import Axis, Boards
+from vtaps.runtime.boards import Boards
 from vtaps.runtime.fills import NOTHING, Fill, StepPlan
 from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
-from vtaps.runtime.kernels import Board, LocationProgram
+from vtaps.runtime.launches import At, Launches
 from vtaps.runtime.lens import Lens
 from vtaps.runtime.live import Batch, RequestKey, Scheduled
 from vtaps.runtime.lockfile import load_program
@@ -36,22 +35,6 @@ from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
 from vtaps.spec.behind import SAMPLES
-
-
-@dataclass(frozen=True)
-class _At:
-    """One location at work."""
-
-    name: str
-    board: Board
-    program: LocationProgram
-    parts: tuple[LocationProgram | Note, ...]
-    sampled: bool
-
-    @property
-    def python(self) -> bool:
-        """Whether a function of the user's runs there."""
-        return any(isinstance(part, Note) for part in self.parts)
 
 
 class Session:
@@ -96,20 +79,12 @@ class Session:
         self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
         self.harvest = self._harvest(self.program)
-        self.at = [
-            _At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations
-        ]
+        self.at = [At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations]
         self._dtype = dtype
         traced = [at.name for at in self.at if inside is not None and inside(self.block.locations[at.name].module)]
         self.breaks = frozenset(at.name for at in self.at if at.name in traced and at.python)
         self.recorded = frozenset(traced) - self.breaks
-        # Launches that each location must have seen: of a recorded one each forward, of another each step of its own.
-        self._expected = np.zeros(len(self.at), np.int64)
-        self._called = np.zeros(len(self.at), np.int64)
-        self._sampled = np.array([at.sampled for at in self.at], bool)
-        self.in_graph = np.array([at.name in self.recorded for at in self.at], bool)
-        self._launched = np.array([len(at.parts) for at in self.at], np.int64)
-        self.proved = np.array([len(at.parts) if at.name in traced else 0 for at in self.at], np.int64)
+        self.counts = Launches(self.at, traced, self.recorded, self.boards.seen)
         self.installed = install(self.block, self.program, model, self._act_of)
         self.serve()
 
@@ -201,9 +176,9 @@ class Session:
             else:
                 kernels.run(at.board, part, x, residual)
 
-    def _call(self, note: Note, at: _At, x: Tensor, residual: Tensor | None) -> None:
+    def _call(self, note: Note, at: At, x: Tensor, residual: Tensor | None) -> None:
         """What Python makes of the step's rows."""
-        self._called[at.program.number] += 1
+        self.counts.called[at.program.number] += 1
         plan, sampled, site = self._plan or NOTHING, at.sampled, self.program.sites[at.name]
         where = self._shift, x, residual, site, at.program
         kept = None
@@ -218,7 +193,7 @@ class Session:
             ring = self.boards.axes[at.sampled].rings[note.name]
             self.boards.keep(ring, at.name, self._slots[note.name, at.sampled], kept)
 
-    def _needed(self, at: _At) -> int:
+    def _needed(self, at: At) -> int:
         axis = self.boards.requests if at.sampled else self.boards.tokens
         return axis.dirty
 
@@ -284,15 +259,14 @@ class Session:
 
     def passed(self) -> None:
         """A forward has been started, with the tables as they are."""
-        if self.recorded:
-            self._expected[self.in_graph] += self._launched[self.in_graph]
+        self.counts.passed()
 
     def end(self) -> None:
         """Take what the step's forward puts out.  Raises BlockFault where something planned did not happen."""
         self.passed()
         for number in self._active[1]:
-            if not self.in_graph[number] and not self.at[number].sampled:
-                self._expected[number] += len(self.at[number].parts)
+            if not self.counts.in_graph[number] and not self.at[number].sampled:
+                self.counts.need(number)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=False)
         if self._plan is not None:
@@ -306,7 +280,7 @@ class Session:
         """Metrics of the step from its logits ``[requests, vocab]``, as the model gave them."""
         for number in self._active[1]:
             if self.at[number].sampled and self.at[number].name != SAMPLES:
-                self._expected[number] += len(self.at[number].parts)
+                self.counts.need(number)
         if self.device.type == "cpu":
             self._compare(self.boards.seen.numpy(), sampled=True)
         self._sampling = False
@@ -358,24 +332,12 @@ class Session:
         for sampled in (False, True):
             self._compare(seen, sampled=sampled)
 
-    def launches(self) -> npt.NDArray[np.int64]:
-        """What each location has done so far, launches and calls of functions; waits for the device."""
-        seen: npt.NDArray[np.int64] = self.boards.seen.cpu().numpy()[: len(self.at)].astype(np.int64)
-        return seen + self._called
-
-    def rebase(self) -> None:
-        """Count launches from here on."""
-        self._expected = self.launches()
-
     def _compare(self, seen: Any, *, sampled: bool) -> None:
-        found = seen[: len(self.at)] + self._called
-        off = (found != self._expected) & (self._sampled == sampled)
-        if not off.any():
+        off = self.counts.off(seen, sampled=sampled)
+        if off is None:
             return
-        number = int(off.argmax())
-        at, more = self.at[number], found[number] > self._expected[number]
+        at, more = off
         module = self.program.sites[at.name].module
-        self.rebase()
         raise BlockFault(
             f"{at.name}: {module} was called twice in one step"
             if more

@@ -14,7 +14,6 @@ prefix is implied: ``model.layers.3``, ``model.model.layers.3`` and ``layers.3``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vtaps.spec import aliases
@@ -22,7 +21,8 @@ from vtaps.spec.alias_tables import ALIASES, TABLES
 from vtaps.spec.behind import BEHIND, behind
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.everywhere import EVERYWHERE, everywhere
-from vtaps.spec.layers import LayerRangeError, Layers, LayerSyntaxError, collapsed, parse_layers
+from vtaps.spec.layers import Layers, LayerSyntaxError, collapsed, parse_layers
+from vtaps.spec.module_paths import Segment, Trouble, module_paths, select
 from vtaps.spec.op_grammar import OpPlace, parse_op_place
 from vtaps.spec.op_places import resolve_op
 from vtaps.spec.places import Refused, resolve_place
@@ -32,15 +32,6 @@ MAX_LENGTH = 500
 
 _SEGMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:\[(?P<layers>[^\[\]]*)\])?")
 _ELEMENT = re.compile(r"\s*(\d{1,4})\s*")
-
-
-@dataclass(frozen=True)
-class Segment:
-    """``text`` as written; ``name`` None is ``*``, a layer number stands in ``layers`` with an empty name."""
-
-    text: str
-    name: str | None
-    layers: Layers | None = None
 
 
 @dataclass(frozen=True)
@@ -58,24 +49,6 @@ class RawLocation:
 class AliasLocation:
     alias: str
     layers: Layers | None
-
-
-class Trouble(Exception):
-    """One finding, its span still open."""
-
-    def __init__(
-        self,
-        code: str,
-        message: str,
-        valid: Iterable[str] = (),
-        near: str | None = None,
-        note: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.code, self.message, self.valid, self.near, self.note = code, message, tuple(valid), near, note
-
-    def at(self, span: Span) -> Diagnostic:
-        return Diagnostic(self.code, self.message, span, self.valid, self.near, self.note)
 
 
 def locate(tree: ModelTree, text: str, span: Span) -> tuple[tuple[Site, ...], list[Diagnostic]]:
@@ -204,15 +177,6 @@ def _segment(text: str, part: str) -> Segment:
         ) from None
 
 
-def _select(layers: Layers, count: int, text: str) -> tuple[int, ...]:
-    try:
-        return layers.select(count)
-    except LayerRangeError as fault:
-        raise Trouble("VT204", f"{text}: {fault}") from None
-    except LayerSyntaxError as fault:
-        raise Trouble("VT201", f"{text}: {fault.message}") from None
-
-
 # Aliases ----------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +196,7 @@ def _alias_sites(tree: ModelTree, location: AliasLocation) -> list[Site]:
         raise Trouble("VT201", f"`{name}` is one place of the model: it takes no layers")
     chosen: tuple[int | None, ...] = (None,)
     if location.layers is not None:
-        chosen = _select(location.layers, aliases.layer_count(tree), f"`{name}`")
+        chosen = select(location.layers, aliases.layer_count(tree), f"`{name}`")
     every = location.layers is not None and not location.layers.explicit
     found: list[Site] = []
     missing: list[aliases.NotInTree] = []
@@ -305,34 +269,6 @@ def _together(faults: list[Refused]) -> Trouble:
     return made
 
 
-def module_paths(tree: ModelTree, path: tuple[Segment, ...]) -> list[str]:
-    """The modules that a path names, in the model's order, under the root that it implies; raises
-    :class:`Trouble` (VT202, VT204)."""
-    text = ".".join(s.text for s in path)
-    tries: list[tuple[str, tuple[Segment, ...]]] = [("", path)]
-    if path[0].text == "model" and len(path) > 1:
-        tries.append(("", path[1:]))  # nnsight's own root is called `model`
-    failures: list[_NoMatch] = []
-    for root, segments in tries:
-        try:
-            return _walk(tree, root, segments, text)
-        except _NoMatch as fault:
-            failures.append(fault)
-    rooted: dict[str, list[str]] = {}
-    for root in _implied_roots(tree, path[0]):
-        try:
-            rooted[root] = _walk(tree, root, path, text)
-        except _NoMatch as fault:
-            failures.append(fault)
-    if len(rooted) == 1:
-        return next(iter(rooted.values()))
-    if rooted:
-        several = [paths[0] for paths in rooted.values()]
-        note = "name the layer or `*`: `layers.3`, `layers.*`, `layers[3..5]`"
-        raise Trouble("VT202", f"`{text}` could be any of {len(several)} places", several[:8], note=note)
-    raise max(failures, key=lambda f: f.depth).trouble(text)
-
-
 def paths_of(tree: ModelTree, text: str, span: Span) -> tuple[list[str], list[Diagnostic]]:
     """The modules that a path without a side names, or why it names none (VT201, VT202, VT204)."""
     try:
@@ -340,69 +276,3 @@ def paths_of(tree: ModelTree, text: str, span: Span) -> tuple[list[str], list[Di
         return module_paths(tree, path), []
     except Trouble as trouble:
         return [], [trouble.at(span)]
-
-
-def _implied_roots(tree: ModelTree, first: Segment) -> list[str]:
-    if not first.name:
-        return []
-    tail = "." + first.name
-    return [p.removesuffix(tail) for p in tree.modules if p.endswith(tail)]
-
-
-@dataclass(frozen=True)
-class _NoMatch(Exception):
-    depth: int
-    parent: str
-    segment: Segment
-    children: tuple[str, ...]
-
-    def trouble(self, text: str) -> Trouble:
-        where = f"in {self.parent}" if self.parent else "at the root"
-        name = self.segment.name or self.segment.text
-        numbers = [c for c in self.children if c.isdecimal()]
-        shown = [c for c in self.children if not c.isdecimal()]
-        if len(numbers) == 1:
-            shown.append(numbers[0])
-        elif numbers:
-            shown.append(f"{numbers[0]}..{numbers[-1]}")
-        what = f"nothing is named `{self.segment.text}` {where}" if shown else f"{self.parent} holds no modules"
-        return Trouble("VT202", f"`{text}` names nothing: {what}", shown, nearest(name, shown))
-
-
-def children(tree: ModelTree, parent: str) -> tuple[str, ...]:
-    """The names directly below a module, in the model's order."""
-    head = parent + "." if parent else ""
-    return tuple(p[len(head) :] for p in tree.modules if p and p.startswith(head) and "." not in p[len(head) :])
-
-
-def _walk(tree: ModelTree, root: str, path: tuple[Segment, ...], text: str) -> list[str]:
-    here = [root]
-    for depth, segment in enumerate(path):
-        steps = {parent: _step(tree, parent, segment, text) for parent in here}
-        lacking = [parent for parent, found in steps.items() if not found]
-        if len(lacking) == len(here):
-            raise _NoMatch(depth, here[0], segment, children(tree, here[0]))
-        if lacking and all(s.name is not None and (s.layers is None or s.layers.explicit) for s in path):
-            # Layers that were named one by one must all have it; a `*` takes those that do.
-            raise _NoMatch(depth, lacking[0], segment, children(tree, lacking[0])).trouble(text)
-        here = [path for found in steps.values() for path in found]
-    return here
-
-
-def _step(tree: ModelTree, parent: str, segment: Segment, text: str) -> list[str]:
-    below = children(tree, parent) if segment.name is None or segment.layers is not None else ()
-    head = parent + "." if parent else ""
-    if segment.name is None:
-        return [head + name for name in below]
-    if segment.layers is None:
-        named = head + segment.name
-        return [named] if named in tree.modules else []
-    if segment.name:
-        parent = head + segment.name
-        if parent not in tree.modules:
-            return []
-        below, head = children(tree, parent), parent + "."
-    count = sum(name.isdecimal() for name in below)
-    if count == 0:
-        return []
-    return [f"{head}{i}" for i in _select(segment.layers, count, f"`{text}`")]

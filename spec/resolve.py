@@ -18,10 +18,10 @@ from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
 from vtaps.spec.behind import LOGITS, SAMPLES
 from vtaps.spec.budget import check_memory, readings, slots_of, step_rows
+from vtaps.spec.columns import columns_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.everywhere import EVERYWHERE, Everywhere, everywhere
-from vtaps.spec.expand import written
 from vtaps.spec.gates import check_gated, loads, plan_gate
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
@@ -252,7 +252,7 @@ def _edit(edit: Edit, spec: Spec, context: Context, found: list[Diagnostic]) -> 
     columns = None
     if narrowed and len(found) == before:
         by_token = edit.ids is not None and edit.heads is None
-        columns = _tokens(edit, context, found) if by_token else _columns(edit, sites[0], doc, found)
+        columns = _tokens(edit, context, found) if by_token else columns_of(edit, sites[0], doc, found)
     return EditPlan(edit, sites, columns) if len(found) == before else None
 
 
@@ -277,55 +277,10 @@ def _numbers(edit: Edit, doc: Document) -> list[Diagnostic]:
     return found
 
 
-def _columns(edit: Edit, site: Site, doc: Document, found: list[Diagnostic]) -> tuple[Interval, ...] | None:
-    where = (*edit.where, edit.verb)
-    if edit.heads is not None and site.heads is None:
-        found.append(
-            Diagnostic(
-                "VT302",
-                f"{site.name} has no heads",
-                doc.at(*where, "heads"),
-                note="q, k, v, rot_q, rot_k and z have heads; `dims` narrows any location",
-            )
-        )
-        return None
-    if site.width is None:
-        found.append(
-            Diagnostic("VT303", f"the width of {site.name} is not known before the run", doc.at(*where, "dims"))
-        )
-        return None
-    blocks = [(0, site.width)]
-    if edit.heads is not None and site.heads is not None:
-        size = site.width // site.heads
-        heads = _picked(edit.heads, site.heads, f"{site.name} has heads", "VT302", doc, (*where, "heads"), found)
-        blocks = [(h * size, (h + 1) * size) for h in heads]
-    if edit.dims is not None:
-        size = blocks[0][1] - blocks[0][0] if blocks else 0
-        of = "each head has dims" if edit.heads is not None else f"{site.name} has dims"
-        dims = _picked(edit.dims, size, of, "VT303", doc, (*where, "dims"), found)
-        blocks = [(start + d, start + d + 1) for start, _ in blocks for d in dims]
-    return tuple(merge(blocks))
-
-
 def _tokens(edit: Edit, context: Context, found: list[Diagnostic]) -> tuple[Interval, ...]:
     where = (*edit.where, edit.verb, "ids")
     ids = [context.token(token, (*where, i), found) for i, token in enumerate(edit.ids or ())]
     return tuple(merge((i, i + 1) for i in ids))
-
-
-def _picked(
-    ranges: tuple[Interval, ...], size: int, what: str, code: str, doc: Document, where: tuple[str | int, ...],
-    found: list[Diagnostic],
-) -> list[int]:  # fmt: skip
-    out: set[int] = set()
-    for i, (first, last) in enumerate(ranges):
-        a, b = (n + size if n < 0 else n for n in (first, last))
-        if not (0 <= a <= b < size):
-            [text] = written(((first, last),))
-            found.append(Diagnostic(code, f"{what} 0 … {size - 1}, not {text}", doc.at(*where, i)))
-        else:
-            out.update(range(a, b + 1))
-    return sorted(out)
 
 
 def _read(read: Read, spec: Spec, context: Context, found: list[Diagnostic]) -> ReadPlan | None:

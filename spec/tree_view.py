@@ -9,7 +9,8 @@ from vtaps.spec import aliases, shards
 from vtaps.spec.behind import LOGITS, head
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.layers import render_layers
-from vtaps.spec.locations import children, locate, paths_of
+from vtaps.spec.locations import locate, paths_of
+from vtaps.spec.module_paths import children
 from vtaps.spec.op_scope import Scope
 from vtaps.spec.places import describe, spelled
 from vtaps.spec.snapshot import stacks

@@ -42,16 +42,16 @@ def prove(worker: Any) -> dict[str, Any]:
     started = time.monotonic()
     proved: dict[str, list[int]] = {}
     names = [at.name for at in session.at]
-    wanted = session.proved
+    wanted = session.counts.proved
     session.serve()
     runner.proving = session.proving = True
     try:
         for one in runner.passes() if wanted.any() else ():
-            before = session.launches()
+            before = session.counts.done()
             session.boards.prove(one.rows)
             one.run()
             wrong = session.boards.unproved(one.rows)
-            times = session.launches() - before
+            times = session.counts.done() - before
             for number in np.flatnonzero((wanted > 0) & (times != wanted)):
                 raise ProofError(
                     f"the tap {names[number]} fired {times[number]} times, {wanted[number]} were due, in a forward of "
@@ -67,5 +67,5 @@ def prove(worker: Any) -> dict[str, Any]:
     finally:
         runner.proving = session.proving = False
         session.boards.clear()
-    session.rebase()
+    session.counts.rebase()
     return {"passes": proved, "taps": int((wanted > 0).sum()), "seconds": round(time.monotonic() - started, 2)}

@@ -83,7 +83,7 @@ def captured(worker: toy.Worker) -> Callable[[Any], Any]:
         with torch.cuda.graph(graph):
             # Edits at the first location write their input.
             out = worker.model(fixed.clone())
-        worker.session.rebase()
+        worker.session.counts.rebase()
 
     def forward(rows: Any) -> Any:
         fixed[: len(rows)] = rows
@@ -117,7 +117,7 @@ def serve(folder: Path, mode: str, device: str, dtype: Any, *, graph: bool = Fal
             step = share.start + share.count - ask.prompt - sch.SAY_AT
             speaks = "overrides" in toy.ARMS[ask.arm]["points"][ask.point] and share.sampled
             assert token == (sch.SAY[step] if speaks and 0 <= step < len(sch.SAY) else -1)
-    counted = session.boards.seen.cpu().numpy()[session.in_graph]
+    counted = session.boards.seen.cpu().numpy()[session.counts.in_graph]
     assert (counted == len(sampled) + graph).all()
     return records
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.runtime import schedules as sch
-from tests.runtime import toy
+from tests.runtime import toy, toy_program
 from tests.runtime.schedules import Ask, holds
 from tests.runtime.test_cuda import CHUNK, LIMITS, captured
 from vtaps.runtime import gates as worker_gates
@@ -79,7 +79,7 @@ ARMS: dict[str, dict[str, Any]] = {
             {
                 "edits": [use("put", 1.0, "v"), use("odd", 1.0, "w"), use("rest", 1.0, "v")],
                 "gates": [by("most", 20.0, 60.0), by("whole", -2.0), by("none", 0.0)],
-                "overrides": toy.SAY,
+                "overrides": toy_program.SAY,
             },
         ],
     },
@@ -414,7 +414,7 @@ def test_proof_rows_gate_nothing(manifests: dict[str, Manifest]) -> None:
         assert session.boards.unproved(3) == []
     assert (out[:3] == sentinel(list(SITES).index("final"))).all() and out[3:].isnan().all()
     # A location with a gate and an edit that it gates is two launches.
-    assert session.boards.seen.tolist() == session.proved.tolist() == [1, 2, 1, 1]
+    assert session.boards.seen.tolist() == session.counts.proved.tolist() == [1, 2, 1, 1]
     session.boards.clear()
     session.close()
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.runtime import schedules as sch
-from tests.runtime import toy
+from tests.runtime import toy, toy_program
 from tests.saes import activations
 from vtaps.runtime import harvest, memory, ops, spool
 from vtaps.runtime.hooks import BlockFault, InstallError, parameter_names
@@ -512,8 +512,8 @@ def test_the_proof_finds_every_tap_that_is_in_the_graph(tmp_path: Path) -> None:
     """Proof rows come out as each location's sentinel, from reads and edits, and only as many as were asked for."""
     s = Session(toy.write(tmp_path, "taps"))
     s.attach(model := toy.Model(), model.compute_logits, LIMITS, torch.float32, toy.compiled)
-    in_graph = s.in_graph.tolist()
-    assert in_graph == [name not in toy.BEHIND for name in toy.SITES]
+    in_graph = s.counts.in_graph.tolist()
+    assert in_graph == [name not in toy_program.BEHIND for name in toy.SITES]
     with torch.inference_mode():
         for rows in (1, 3, 8):
             before = s.boards.seen.clone()
@@ -615,14 +615,14 @@ def compare(got: Record, worker: toy.Worker, i: int) -> None:
     for name in arm.get("reads", ()):
         entry = toy.READS[name]
         for site in entry["sites"]:
-            wanted = [p for p in selected(entry["tokens"]) if site not in toy.BEHIND or p >= ask.prompt - 1]
+            wanted = [p for p in selected(entry["tokens"]) if site not in toy_program.BEHIND or p >= ask.prompt - 1]
             if not wanted:
                 continue
             seen.add((name, site))
             read = got.reads[name, site]
-            dtype = toy.DTYPES.get(name, "float32")
+            dtype = toy_program.DTYPES.get(name, "float32")
             assert read.positions.tolist() == wanted and read.dtype == dtype, (i, name, site)
-            rows = streams[site][name not in toy.BEFORE][wanted]
+            rows = streams[site][name not in toy_program.BEFORE][wanted]
             if site == "logits" and entry["kind"] == "lens":
                 compare_lens(read, entry, rows, f"request {i}, {name} at {site}")
                 continue
