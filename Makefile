@@ -73,7 +73,7 @@ test-quick: venv ## the tests that start no engine
 
 .PHONY: test-engine
 test-engine: model ## the tests that start engines, one at a time
-	@$(BIN)/python -m pytest -m "engine and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "engine and not gpu" --durations=25 $(ARGS)
 
 .PHONY: lint
 lint: venv ## ruff: rules and layout

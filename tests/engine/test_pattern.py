@@ -77,8 +77,11 @@ class Twin:
         return [a[0].transpose(0, 1).numpy() for a in found]
 
 
-@pytest.mark.parametrize("mode", ["eager", "taps"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    # A start of the taps engine compiles: the family with a window and a softcap is there, the others where it is cheap.
+    [("llama", "eager"), ("qwen3", "eager"), ("gemma2", "eager"), ("gemma2", "taps"), ("gpt2", "eager")],
+)
 def test_patterns_are_those_of_hugging_face(family: str, mode: str, tmp_path: Path) -> None:
     said = ", ".join(f"{{id: {name}, ids: {ids}}}" for name, ids in PROMPTS.items())
     spec = tmp_path / "spec.yaml"
