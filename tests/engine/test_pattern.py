@@ -79,7 +79,7 @@ class Twin:
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    # A start of the taps engine compiles: the family with a window and a softcap is there, the others where it is cheap.
+    # A start of the taps engine compiles: the family with a window and a softcap has one.
     [("llama", "eager"), ("qwen3", "eager"), ("gemma2", "eager"), ("gemma2", "taps"), ("gpt2", "eager")],
 )
 def test_patterns_are_those_of_hugging_face(family: str, mode: str, tmp_path: Path) -> None:
