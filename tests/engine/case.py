@@ -69,6 +69,8 @@ ON_GPU: dict[str, Any] = (
     # Prompts are longer than the largest captured graph.
     {"gpu_memory_utilization": 0.05, "max_cudagraph_capture_size": 16} if torch.cuda.is_available() else {}
 )
+ON_GPU_YAML = "".join(f", {name}: {value}" for name, value in ON_GPU.items())
+"""Behind another setting in a mapping of YAML."""
 
 CALLS = {
     "rows": "keep", "mean": "mean", "norm": "norm", "project": "project", "probe": "probe", "lens": "lens",

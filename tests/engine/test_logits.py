@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from tests.engine.case import VOCAB, hugging_face, reference, tiny_llama  # noqa: E402
+from tests.engine.case import ON_GPU_YAML, VOCAB, hugging_face, reference, tiny_llama  # noqa: E402
 from tests.engine.runs import Case, Run, run_spec  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
 
@@ -30,7 +30,7 @@ SPEC = """vtaps: 1
 model: {{path: {model}, dtype: float32}}
 engine:
   mode: {mode}
-  vllm: {{max_model_len: 128, max_num_seqs: 8, max_num_batched_tokens: 24, kv_cache_memory_bytes: 67108864}}
+  vllm: {{max_model_len: 128, max_num_seqs: 8, max_num_batched_tokens: 24, kv_cache_memory_bytes: 67108864{on_gpu}}}
 vectors:
   tilt: {{random: {{seed: 7, norm: 30.0}}}}
 reads:
@@ -113,7 +113,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(3)
     said = ", ".join(f"{{id: {name}, ids: {rng.integers(4, 260, size).tolist()}}}" for name, size in LENGTHS.items())
-    text = SPEC.format(model=model, mode=request.param, prompts=f"[{said}]")
+    text = SPEC.format(on_gpu=ON_GPU_YAML, model=model, mode=request.param, prompts=f"[{said}]")
     done = run_spec(text, tmp_path_factory.mktemp(f"logits-{request.param}"))
     modes = {name: site["mode"] for name, site in done.lock["sites"].items()}
     assert modes["logits"] == ("hook" if request.param == "taps" else "eager")

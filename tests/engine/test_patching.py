@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from tests.engine.case import HEAD_DIM, LAYERS, VOCAB, tiny_llama  # noqa: E402
+from tests.engine.case import HEAD_DIM, LAYERS, ON_GPU_YAML, VOCAB, tiny_llama  # noqa: E402
 from tests.engine.runs import Run, run_spec  # noqa: E402
 from tests.engine.twin import Change, Edit, Seen, Twin  # noqa: E402
 
@@ -34,7 +34,7 @@ ONE, OTHER = 7, 12
 SPEC = """
 vtaps: 1
 model: {{path: {model}, dtype: float32}}
-engine: {{mode: {mode}, vllm: {{max_model_len: 64, max_num_seqs: 4, max_num_batched_tokens: 8}}}}
+engine: {{mode: {mode}, vllm: {{max_model_len: 64, max_num_seqs: 4, max_num_batched_tokens: 8{on_gpu}}}}}
 reads:
   stream: {{at: "resid_post[*]", tokens: all, sees: after_edits}}
   heads:  {{at: ["z[1]", "resid_post[2]"], tokens: prompt, sees: after_edits}}
@@ -88,7 +88,9 @@ def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.Te
         f"  {group}: [{', '.join(f'{{id: {name}, ids: {ids}}}' for name, ids in items.items())}]"
         for group, items in IDS.items()
     )
-    text = SPEC.format(model=model, mode=request.param, prompts=prompts, lone=LONE, one=ONE, other=OTHER, new=NEW)
+    text = SPEC.format(
+        on_gpu=ON_GPU_YAML, model=model, mode=request.param, prompts=prompts, lone=LONE, one=ONE, other=OTHER, new=NEW
+    )
     return run_spec(text, tmp_path_factory.mktemp("patching"))
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import vtaps  # noqa: E402
+from tests.engine.case import ON_GPU_YAML  # noqa: E402
 from tests.models import tiny  # noqa: E402
 from vtaps.check import check_file  # noqa: E402
 from vtaps.running import run_checked  # noqa: E402
@@ -30,7 +31,7 @@ SPEC = """vtaps: 1
 model: {{path: {model}, dtype: float32}}
 engine:
   mode: {mode}
-  vllm: {{max_model_len: 128, max_num_seqs: 4, max_num_batched_tokens: 16, kv_cache_memory_bytes: 67108864}}
+  vllm: {{max_model_len: 128, max_num_seqs: 4, max_num_batched_tokens: 16, kv_cache_memory_bytes: 67108864{on_gpu}}}
 edits:
   turn: {{at: "{query}[1]", tokens: all, scale: {{by: -0.5, heads: [1]}}}}
 reads:
@@ -86,7 +87,7 @@ def test_patterns_are_those_of_hugging_face(family: str, mode: str, tmp_path: Pa
     said = ", ".join(f"{{id: {name}, ids: {ids}}}" for name, ids in PROMPTS.items())
     spec = tmp_path / "spec.yaml"
     query = "q" if family == "gpt2" else "rot_q"
-    text = SPEC.format(model=tiny(family), mode=mode, prompts=said, query=query)
+    text = SPEC.format(on_gpu=ON_GPU_YAML, model=tiny(family), mode=mode, prompts=said, query=query)
     spec.write_text(text, encoding="utf-8")
     checked = check_file(spec)
     assert checked.plan is not None, [d.message for d in checked.diagnostics]

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import vtaps  # noqa: E402
+from tests.engine.case import ON_GPU_YAML  # noqa: E402
 from tests.models import tiny  # noqa: E402
 from vtaps.check import check_file  # noqa: E402
 from vtaps.running import run_checked  # noqa: E402
@@ -29,7 +30,7 @@ SPEC = """vtaps: 1
 model: {{path: {model}, dtype: float32}}
 engine:
   mode: {mode}
-  vllm: {{max_model_len: 128, max_num_seqs: 4, max_num_batched_tokens: 16, kv_cache_memory_bytes: 67108864}}
+  vllm: {{max_model_len: 128, max_num_seqs: 4, max_num_batched_tokens: 16, kv_cache_memory_bytes: 67108864{on_gpu}}}
 vectors: {{push: {{file: push.npy}}}}
 edits:
   route: {{at: "router_logits[0]", tokens: all, add: {{vector: push, scale: 3.0}}}}
@@ -83,7 +84,7 @@ def test_router_logits_are_read_and_edited(mode: str, tmp_path: Path) -> None:
     np.save(tmp_path / "push.npy", PUSH)
     said = ", ".join(f"{{id: {name}, ids: {ids}}}" for name, ids in PROMPTS.items())
     spec = tmp_path / "spec.yaml"
-    spec.write_text(SPEC.format(model=tiny("qwen3_moe"), mode=mode, prompts=said), encoding="utf-8")
+    spec.write_text(SPEC.format(on_gpu=ON_GPU_YAML, model=tiny("qwen3_moe"), mode=mode, prompts=said), encoding="utf-8")
     checked = check_file(spec)
     assert checked.plan is not None, [d.message for d in checked.diagnostics]
     assert run_checked(checked, tmp_path / "run").findings == []
