@@ -143,7 +143,10 @@ def spec(folder: Path, mode: str) -> Path:
         "vtaps": 1,
         "model": {"path": str(tiny("llama")), "dtype": "float32"},
         # Prompts come in pieces, beside rows of others.
-        "engine": {"mode": mode, "vllm": {"max_model_len": 128, "max_num_batched_tokens": 40, "max_num_seqs": 8, **ON_GPU}},
+        "engine": {
+            "mode": mode,
+            "vllm": {"max_model_len": 128, "max_num_batched_tokens": 40, "max_num_seqs": 8, **ON_GPU},
+        },
         "vectors": {
             "x": {"random": {"seed": 1, "norm": 3}}, "y": {"random": {"seed": 2, "norm": 3}},
             **{name: {"file": "affine.safetensors", "tensor": name} for name in tensors
