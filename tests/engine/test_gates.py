@@ -29,7 +29,7 @@ from vtaps.spec.rows import from_ranges  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
 
 # vLLM's blocks hold 128 tokens on a CPU and 16 on a GPU; one is never given away.
-BLOCKS = 49 if torch.cuda.is_available() else 8
+BLOCKS = 35 if torch.cuda.is_available() else 8
 
 pytestmark = pytest.mark.engine
 

@@ -40,6 +40,8 @@ STREAMS = [f"resid_post[{i}]" for i in range(LAYERS)]
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 # On CUDA vLLM's attention multiplies float32 in TF32.
 TOLERANCE = 4e-3 if torch.cuda.is_available() else 4e-5
+EFFECT = 2e-2 if torch.cuda.is_available() else 8e-4
+"""What every edit moves its rows by at least: far past the tolerance, so that an edit that did nothing would be seen."""
 VECTORS = {"r": (1, 6.0), "s": (2, 1.0), "t": (3, 0.5)}
 RNG = np.random.default_rng(5)
 MATRICES = {
@@ -233,7 +235,7 @@ def test_every_verb_in_one_batch(engine: Engine, model: Path) -> None:
         if name == "base":
             hold_probes(completion.record.reads, streams)
     # A check that could not fail would pass on a verb that does nothing.
-    assert min(moved.values()) > 20 * TOLERANCE, moved
+    assert min(moved.values()) > EFFECT, moved
 
 
 def hold_probes(reads: Any, streams: dict[str, Floats]) -> None:
