@@ -163,7 +163,10 @@ def test_what_is_sampled_is_what_the_edited_logits_say(run: Run, own: Callable[[
             np.testing.assert_allclose(found, logprobs[:, A], atol=20 * TOLERANCE, err_msg=str(where))
         if row["arm"] in ("base", "more"):
             np.testing.assert_allclose(run.metric("two", case)[1], x[:, B] - x[:, 200], atol=20 * TOLERANCE)
-            assert run.metric("place", case)[1] == (x > x[:, 200:201]).sum(-1)[1:5].tolist()
+            # Logits that are as near as the engine's are to Hugging Face's may stand either way.
+            place, own = np.array(run.metric("place", case)[1]), x[1:5, 200:201]
+            assert ((x[1:5] > own + 10 * TOLERANCE).sum(-1) <= place).all()
+            assert (place < (x[1:5] > own - 10 * TOLERANCE).sum(-1)).all()
     # A check that could not fail would pass on edits that do nothing.
     assert changed == {"more", "low", "all", "few", "forced"}
 

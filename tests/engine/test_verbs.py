@@ -41,7 +41,7 @@ GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 # On CUDA vLLM's attention multiplies float32 in TF32.
 TOLERANCE = 4e-3 if torch.cuda.is_available() else 4e-5
 EFFECT = 2e-2 if torch.cuda.is_available() else 8e-4
-"""What every edit moves its rows by at least: far past the tolerance, so that an edit that did nothing would be seen."""
+"""What every edit moves its rows by at least, so that one that did nothing would be seen."""
 VECTORS = {"r": (1, 6.0), "s": (2, 1.0), "t": (3, 0.5)}
 RNG = np.random.default_rng(5)
 MATRICES = {
