@@ -174,7 +174,7 @@ def _grid(rows: list[dict[str, Any]], name: str, label: str, arm: str, first: st
     values = np.array([[_mean(rows, **{up: b, across: a}) for a in x] for b in y])
     prompts = len({r["prompt"] for r in rows})
     caption = f"mean over {prompts} prompts" if prompts > 1 else next(r["prompt"] for r in rows)
-    centred = bool(np.nanmin(values) < 0 < np.nanmax(values))
+    centred = _about_zero(values)
     return Heat(
         f"{name}, {arm}", caption, tuple(map(str, y)), tuple(map(str, x)), values, up, across, label, centred=centred
     )  # fmt: skip
@@ -188,6 +188,12 @@ def _slices(rows: list[dict[str, Any]], name: str, label: str, arm: str, axes: l
         own = [r for r in rows if tuple(r[a] for a in rest) == point]
         said = ", ".join(f"{a} = {v}" for a, v in zip(rest, point, strict=True))
         yield _grid(own, name, label, f"{arm}, {said}", last[0], last[1])
+
+
+def _about_zero(values: Floats) -> bool:
+    """Whether numbers go either way from zero, and not by little alone."""
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    return low < 0 < high and min(-low, high) > 0.1 * max(-low, high)
 
 
 # Reads
@@ -284,7 +290,7 @@ def _numbers(read: ReadArray, texts: Texts) -> Iterator[Figure]:
                 yield Heat(
                     head, "; ".join(filter(None, [caption, _more(read)])), _sites(read),
                     tuple(str(positions[i]) for i in shown), cut, "layer", "position", label,
-                    centred=bool(np.nanmin(cut) < 0 < np.nanmax(cut)),
+                    centred=_about_zero(cut),
                 )  # fmt: skip
 
 
