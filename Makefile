@@ -60,12 +60,8 @@ demo: model ## run examples/paris.yaml on the demo model and print its table
 	@$(BIN)/vtaps run examples/paris.yaml --out runs/demo-paris --overwrite
 
 .PHONY: test
-test: model ## all quick and engine tests (real vLLM on the CPU), the quick ones beside the others
-	@quick=$$(mktemp); trap 'rm -f "$$quick"' EXIT; status=0; \
-	$(MAKE) --no-print-directory test-quick > "$$quick" 2>&1 & beside=$$!; \
-	$(MAKE) --no-print-directory test-engine || status=1; \
-	wait $$beside || status=1; \
-	echo "the tests that start no engine:"; cat "$$quick"; exit $$status
+test: model ## all quick and engine tests (real vLLM on the CPU)
+	@$(BIN)/python -m pytest -m "not gpu" --durations=25 $(ARGS)
 
 .PHONY: test-quick
 test-quick: venv ## the tests that start no engine
@@ -73,7 +69,7 @@ test-quick: venv ## the tests that start no engine
 
 .PHONY: test-engine
 test-engine: model ## the tests that start engines, one at a time
-	@$(BIN)/python -m pytest -m "engine and not gpu" --durations=25 $(ARGS)
+	@$(BIN)/python -m pytest -m "engine and not gpu" $(ARGS)
 
 .PHONY: lint
 lint: venv ## ruff: rules and layout

@@ -53,7 +53,9 @@ def folder(mode: str, tmp_path: Path) -> Path:
 
 
 def command(folder: Path, *args: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "COLUMNS": "120"}
+    # What an engine in this process has set for itself is none of a person's environment.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") or "CACHE" in name}
+    env = {**own, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "COLUMNS": "120"}
     return subprocess.Popen(
         [sys.executable, "-m", "vtaps", *args], cwd=folder, env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -101,7 +101,7 @@ BOUNDS: dict[Any, dict[str, list[int]]] = {
 
 
 @pytest.mark.parametrize("mode", ["eager", "taps"])
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     case=sch.schedules({n: len(a["points"]) for n, a in toy.ARMS.items()}, budget=st.sampled_from([4, 6, 11, 40])),
     data=st.data(),

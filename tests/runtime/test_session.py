@@ -667,7 +667,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
 
 
 @pytest.mark.parametrize("mode", ["eager", "taps"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     case=sch.schedules(
         {name: len(arm["points"]) for name, arm in toy.ARMS.items()}, budget=st.sampled_from([4, 6, 11, 40])

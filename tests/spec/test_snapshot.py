@@ -93,7 +93,7 @@ def trees(draw: st.DrawFn) -> ModelTree:
 
 
 @given(trees())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_tree_comes_back_whole_and_in_order(made: ModelTree) -> None:
     text = snapshot.dumps(made)
     back = snapshot.loads(text)
