@@ -36,7 +36,7 @@ arms:
   steered: {edits: [steer], reads: [stream, mean], metrics: [first], sweep: {steer.add.scale: [0, 1, 2]}}
 sampling: {temperature: 0, max_tokens: 24, ignore_eos: true}
 """
-PROMPTS = 24
+PROMPTS = 14
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[type[Plain], dict[str, Any], tuple[str, ...]]] = {
     "gpt2": (Gpt2, {"n_layer": 2}, ("eager", "taps")),
     "qwen3_moe": (Qwen3Moe, {}, ("eager", "taps")),
     "granitemoehybrid": (GraniteHybrid, {}, ("eager", "taps")),
-    "cohere": (Cohere, {}, ("eager", "taps")),
+    "cohere": (Cohere, {}, ("eager",)),
     # Without compilation vLLM's CPU kernel rotates queries of [T, heads, dims] by positions that are not theirs.
     "lfm2": (Lfm2, {}, ("taps",)),
 }
