@@ -59,7 +59,7 @@ class Budgets:
         self._coming.pop(key, None)
 
 
-def row_counts(entry: Mapping[str, Any]) -> dict[str, int]:
+def rows_kept(entry: Mapping[str, Any]) -> dict[str, int]:
     """Read → rows that a journal entry holds."""
     out: dict[str, int] = {}
     for completion in entry["completions"]:

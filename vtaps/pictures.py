@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vtaps.figures import Figure, NothingToPlot, Texts, figures
 from vtaps.runtime.results.load import RunResult, load
+from vtaps.spec.files import write_text
 from vtaps.spec.tokens import TokenizerError, Tokens
 
 
@@ -53,7 +54,7 @@ def _write(run: RunResult, found: Sequence[Figure], target: Path) -> list[Path]:
         model = " · ".join(str(run.info["model"][k]) for k in ("path", "dtype") if run.info["model"][k])
         counts = run.info["counts"]
         facts = [("model", model), ("engine", run.lock["engine"]["mode"]), ("requests", f"{counts['requests']:,}")]
-        _replace(target, drawing.page(found, spec, facts).encode())
+        write_text(target, drawing.page(found, spec, facts))
         return [target]
     files = [target] if len(found) == 1 else [target.with_stem(f"{target.stem}-{i + 1}") for i in range(len(found))]
     for figure, file in zip(found, files, strict=True):
@@ -61,13 +62,6 @@ def _write(run: RunResult, found: Sequence[Figure], target: Path) -> list[Path]:
             drawing.png(figure, made := Path(scratch) / file.name)
             os.replace(made, file)
     return files
-
-
-def _replace(target: Path, content: bytes) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        made.write_bytes(content)
-        os.replace(made, target)
 
 
 def _texts(run: RunResult, tokenizer: str | Path | None) -> Texts:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtaps.codegen.lock import to_text
-from vtaps.runtime.budgets import row_counts
+from vtaps.runtime.budgets import rows_kept
 from vtaps.runtime.records import Finished
 from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
 from vtaps.runtime.results.expected import Lock, acts_nowhere
@@ -147,7 +147,7 @@ class RunFolder:
 
     def _count(self, key: str, entry: Entry) -> None:
         self._done.add(key)
-        for name, rows in row_counts(entry).items():
+        for name, rows in rows_kept(entry).items():
             self.kept[name] = self.kept.get(name, 0) + rows
 
     def _journal(self, key: str) -> Path:
