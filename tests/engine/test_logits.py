@@ -164,9 +164,9 @@ def test_what_is_sampled_is_what_the_edited_logits_say(run: Run, own: Callable[[
         if row["arm"] in ("base", "more"):
             np.testing.assert_allclose(run.metric("two", case)[1], x[:, B] - x[:, 200], atol=20 * TOLERANCE)
             # Logits that are as near as the engine's are to Hugging Face's may stand either way.
-            place, own = np.array(run.metric("place", case)[1]), x[1:5, 200:201]
-            assert ((x[1:5] > own + 10 * TOLERANCE).sum(-1) <= place).all()
-            assert (place < (x[1:5] > own - 10 * TOLERANCE).sum(-1)).all()
+            place, logit = np.array(run.metric("place", case)[1]), x[1:5, 200:201]
+            assert ((x[1:5] > logit + 10 * TOLERANCE).sum(-1) <= place).all()
+            assert (place < (x[1:5] > logit - 10 * TOLERANCE).sum(-1)).all()
     # A check that could not fail would pass on edits that do nothing.
     assert changed == {"more", "low", "all", "few", "forced"}
 
