@@ -28,6 +28,7 @@ from vtaps.runtime.lockfile import parse_program
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
 from vtaps.runtime.pattern import attended, with_patterns
+from vtaps.runtime.prefix import Prefix
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Completion, Finished, Record, Request
 from vtaps.runtime.spool import machine_memory
@@ -80,6 +81,7 @@ class Engine:
         _known_vllm()
         quiet()
         self.program = _served(lock, lock_folder)
+        self._prefix = Prefix(self.program)
         self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
         predicted_bytes = self._predicted(lock) if self.program.mode == "taps" else 0
@@ -159,7 +161,7 @@ class Engine:
             if answer:
                 raise EngineError("VT607", f"worker {rank}: {answer}")
         self._attention = attended(program.patterns, self._call("vtaps_handshake"))
-        self.program = program
+        self.program, self._prefix = program, Prefix(program)
 
     def patch(self, edit: str, first: int, rows: Mapping[str, Any]) -> None:
         """Fill the slots ``first …`` that an edit sets rows from; ``rows``: site → ``[n, width]`` in the model's dtype,
@@ -171,6 +173,7 @@ class Engine:
         (VT603) where they do not fit."""
         self._told("vtaps_define", vector, save({site: np.ascontiguousarray(v) for site, v in numbers.items()}))
         self.program.known.update(((vector, site), v) for site, v in numbers.items())
+        self._prefix = Prefix(self.program)
 
     def _told(self, method: str, *args: Any) -> None:
         for rank, answer in enumerate(self._call(method, *args)):
@@ -284,8 +287,10 @@ class Engine:
             asked["patches"] = {n: {"first": at, "positions": [list(r) for r in ranges]} for n, (at, ranges) in told}
         try:
             # What the worker would refuse is refused here, where it costs one request and not the engine.
-            self.program.compile(request.arm, request.point, len(request.prompt_token_ids), asked)
-            return self._frontend.add(request.key, request.prompt_token_ids, sampling, {"vtaps": asked})
+            compiled = self.program.compile(request.arm, request.point, len(request.prompt_token_ids), asked)
+            if self.report["prefix_caching"]:
+                asked["kv"] = self._prefix.said(compiled, request.prompt_token_ids, secrets.token_hex(8))
+            return self._frontend.add(request.key, request.prompt_token_ids, sampling, asked)
         except (LockError, ValueError, TypeError) as error:
             raise RequestError("VT603", one_line(error), request.key) from error
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vtaps.runtime.patch_rows import Patch
 from vtaps.runtime.program import Compiled, PointEdit
-from vtaps.spec.rows import OPEN, Interval, merge
+from vtaps.spec.rows import OPEN, Interval, merge, subtract
 
 Ints = npt.NDArray[np.int64]
 RequestKey = tuple[str, int]
@@ -130,7 +130,8 @@ class Live:
     positions; ``taken``: read → the first position that it has not taken yet; ``places``: (read, at sampled rows) → the
     positions that it has taken; ``kept``: (read, sites) → what the harvest holds; ``chosen``: what selects the
     positions of the range ``calm``; ``seats``: request gate → the number, from 1, under which the device decides;
-    ``patches``: edit → where its rows are in the memory of ``put``.
+    ``patches``: edit → where its rows are in the memory of ``put``; ``run``: where the positions begin that were
+    computed one after another up to the last step, and ``runs``: such ranges before it was preempted.
     """
 
     request_id: str
@@ -150,6 +151,25 @@ class Live:
     chosen: Chosen = NOTHING
     seats: dict[str, int] = field(default_factory=dict)
     patches: Mapping[str, Patch] = field(default_factory=dict)
+    run: int = 0
+    runs: list[Interval] = field(default_factory=list)
+
+    def starts(self, position: int, number: int) -> list[Interval]:
+        """Whether step ``number``, which computes it from ``position`` on, goes on where the last one stopped; the rows
+        that are nowhere computed where it does not."""
+        planned, last = self.planned
+        if planned:
+            # Past what was planned, the plan was used again: one position a step.
+            stopped = last + 1 + min(self.span.last, number - 1) - planned
+            if position == stopped:
+                return []
+            self.runs.append((self.run, stopped))
+        self.run = position
+        return self.cached()
+
+    def cached(self) -> list[Interval]:
+        """The positions before its last steps that were never computed: vLLM's prefix cache had them."""
+        return subtract([(0, self.run)], self.runs)
 
     def positions(self, read: str, sampled: bool, stop: int) -> Ints:
         """What it has taken for ``read`` below the position ``stop``, in order."""

@@ -76,6 +76,7 @@ class Collected:
     metrics: Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(default_factory=dict)
     overridden: tuple[int, ...] = ()
     gated: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    cached: tuple[Interval, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class Record:
     """What the worker saw of one child request.  ``fired``: edit → half-open ranges of absolute positions at which
     it acted, one list for all its sites; ``selected``: edit with a gate → the same of the rows that it acted on if its
     gate let them through; ``gates``: name → its scores; ``overridden``: generated steps whose token was replaced;
-    ``metrics``: name → (positions, float32 values)."""
+    ``metrics``: name → (positions, float32 values); ``cached``: half-open ranges of the positions that were not
+    computed, since vLLM's prefix cache had them as the same edits had made them."""
 
     fired: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     reads: Mapping[tuple[str, str], ReadRows] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Record:
     overridden: tuple[int, ...] = ()
     selected: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     gates: Mapping[str, Scores] = field(default_factory=dict)
+    cached: tuple[Interval, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,15 @@ class RowTable:
             )
         ):
             live = self.live[request_id]
-            if live is None or live.compiled.idle:
+            if live is None:
                 continue
             compiled = live.compiled
+            if skipped := live.starts(start, self.number):
+                self._check_skipped(live, skipped)
             last = start + count - 1
             live.planned, live.span = (self.number, last), span
+            if compiled.idle:
+                continue
             if count == 1 and compiled.by_position:
                 if not live.calm[0] <= start < live.calm[1]:
                     which = (id(compiled), start)
@@ -281,6 +285,16 @@ class RowTable:
             speakers=tuple(speakers),
         )
         return plan, left
+
+    def _check_skipped(self, live: Live, skipped: Sequence[Interval]) -> None:
+        """Raises TableError where a read needs a row that vLLM did not compute."""
+        for read, which in live.compiled.reads:
+            selection = live.compiled.selections[which]
+            if not (self._read_sites[read][0] and selection.by_position):
+                continue
+            for a, b in skipped:
+                if len(selection.within((a, b)).select(0, np.empty(b, np.int64))):
+                    raise TableError(f"read {read}: the rows {a} … {b - 1} came from the prefix cache")
 
     def _rows(
         self,

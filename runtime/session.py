@@ -369,9 +369,10 @@ class Session:
         """:meth:`collect` for another process: what lies in files stays there."""
         lives = [(self.table.collect((key, child)), generated) for key, child, generated in wanted]
         # Steps that the engine has run ahead are not waited for.
-        needed = max((live.step_of(live.prompt + max(n, 1) - 2) for live, n in lives), default=0)
+        acting = [(live, n) for live, n in lives if not live.compiled.idle]
+        needed = max((live.step_of(live.prompt + max(n, 1) - 2) for live, n in acting), default=0)
         # Nor may a thread still have rows of theirs, as those that were computed past a stop.
-        self.harvest.settle(needed, max((live.span.last for live, _ in lives), default=0))
+        self.harvest.settle(needed, max((live.span.last for live, _ in acting), default=0))
         return [(live.key, collected(live, generated)) for live, generated in lives]
 
     def handshake(self) -> dict[str, Any]:

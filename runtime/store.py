@@ -115,4 +115,5 @@ def collected(live: Live, generated: int) -> Collected:
         metrics=metrics,
         overridden=tuple(sorted(s for s in live.overridden if s < generated)) if live.overridden else (),
         gated=live.compiled.gated,
+        cached=tuple((a, min(b, stop)) for a, b in live.cached() if a < stop),
     )

@@ -61,6 +61,7 @@ def record_of(found: Collected, open_file: Open = opened) -> Record:
         overridden=found.overridden,
         selected=selected,
         gates={name.partition(".")[2]: told for name, told in scores.items()},
+        cached=found.cached,
     )
 
 
@@ -102,6 +103,7 @@ def pack(records: Iterable[tuple[RequestKey, Collected]]) -> bytes:
                 "fired": {name: list(ranges) for name, ranges in found.fired.items()},
                 "overridden": list(found.overridden),
                 "gated": dict(found.gated),
+                "cached": list(found.cached),
                 "metrics": {name: [put(p), put(v)] for name, (p, v) in found.metrics.items()},
                 "kept": [
                     [k.read, k.sites, put(k.positions), k.dtype, {f: put(a) for f, a in k.values.items()}]
@@ -130,6 +132,7 @@ def unpack(payload: bytes) -> dict[RequestKey, Collected]:
             metrics={name: (arrays[p], arrays[v]) for name, (p, v) in item["metrics"].items()},
             overridden=tuple(item["overridden"]),
             gated={name: (str(gate), bool(whole)) for name, (gate, whole) in item["gated"].items()},
+            cached=tuple((a, b) for a, b in item["cached"]),
         )
     return out
 

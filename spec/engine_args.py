@@ -45,10 +45,6 @@ def _not_one(value: Any) -> bool:
 
 # Settings that vLLM takes and neither engine does: (whether the value is one of them, why).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "enable_prefix_caching": (
-        _on,
-        "vtaps keeps the prefix cache off: rows served from it would be neither read nor edited",
-    ),
     "speculative_config": (_set, _SPECULATIVE),
     "spec_method": (_set, _SPECULATIVE),
     "spec_model": (_set, _SPECULATIVE),

@@ -175,7 +175,6 @@ def _serve(
                                 found += [d for d in folder.add(finished) if d.code != "VT604"]
                                 budgets.done(finished.request, folder.kept)
                                 watch.step(finished)
-                            watch.step(finished)
         except EngineError as error:
             where = _definition(error.message, result.doc)
             return Outcome(None, [*found, Diagnostic(error.code, error.message, where)], resumed)

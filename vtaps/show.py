@@ -87,7 +87,8 @@ def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def _summary(run: RunResult, width: int) -> list[RenderableType]:
-    parts = [_texts(run, width), _fired(run), _gates(run), _metrics(run, width), _saved(run), _findings(run)]
+    cached = Text(told.capitalize()) if (told := _cached(run.info["counts"])) else None
+    parts = [_texts(run, width), _fired(run), cached, _gates(run), _metrics(run, width), _saved(run), _findings(run)]
     return [p for p in parts if p is not None]
 
 
@@ -108,6 +109,7 @@ def _header(run: RunResult) -> RenderableType:
         "lock": info["lock"]["digest"].removeprefix("sha256:")[:12],
         "requests": f"{counts['requests']:,} requests, {counts['completions']:,} completions, "
         f"{counts['prompt_tokens']:,} prompt tokens, {counts['generated_tokens']:,} generated"
+        + (f"; {cached}" if (cached := _cached(counts)) else "")
         + (f", {len(info['failed'])} failed" if info["failed"] else "")
         + (f"; {len(info['not_run']):,} not run, as a budget was kept" if info.get("not_run") else ""),
     }
@@ -117,6 +119,14 @@ def _header(run: RunResult) -> RenderableType:
     for name, value in lines.items():
         grid.add_row(name, visible(value))
     return grid
+
+
+def _cached(counts: Mapping[str, int]) -> str:
+    """Of a run with the prefix cache, how much of the prompts it held."""
+    if "cached_rows" not in counts:
+        return ""
+    rows, of = counts["cached_rows"], counts["prompt_rows"]
+    return f"prefix cache: {rows:,} of {of:,} rows of the prompts ({rows / max(1, of):.0%})"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from vtaps.runtime.compat.prefix_cache import cache_salt
+
 CPU_KV_CACHE = 512 << 20
 """Bytes of KV cache on a CPU where nothing says otherwise: vLLM's own default takes most of the memory."""
 
@@ -109,23 +111,28 @@ class Frontend:
         request_id: str,
         token_ids: Sequence[int],
         sampling: Mapping[str, Any],
-        extra_args: Mapping[str, Any] | None,
+        asked: Mapping[str, Any] | None,
     ) -> str:
-        """Returns vLLM's own id, for :meth:`abort`.  Raises ValueError for what vLLM refuses."""
+        """``asked``: what the block's worker is to know of it, with what its blocks of the KV cache are kept under
+        (``kv``, see :mod:`vtaps.runtime.prefix`); None for a plain request.  Returns vLLM's own id, for :meth:`abort`.
+        Raises ValueError for what vLLM refuses."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        kv = None if asked is None else asked.get("kv")
+        inputs = tokens_input(list(token_ids), cache_salt=None if kv is None else cache_salt(kv))
         try:
             params = SamplingParams(
                 **sampling,
-                extra_args=None if extra_args is None else dict(extra_args),
+                extra_args=None if asked is None else {"vtaps": dict(asked)},
+                skip_reading_prefix_cache=True if kv is not None and kv["first"] is not None else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 # vLLM copies its parameters deeply, unless nobody else has them.
                 skip_clone=all(isinstance(value, _FLAT) for value in sampling.values()),
             )
-            internal: str = self.engine.add_request(request_id, tokens_input(list(token_ids)), params)
+            internal: str = self.engine.add_request(request_id, inputs, params)
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
         return internal
@@ -161,6 +168,7 @@ class Frontend:
             "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,
             "kv_cache_blocks": config.cache_config.num_gpu_blocks,
             "kv_cache_block_size": config.cache_config.block_size,
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "in_process": self.in_process,
             "compilation": config.compilation_config.mode.name,
             "cudagraphs": "NONE" if is_cpu() else config.compilation_config.cudagraph_mode.name,

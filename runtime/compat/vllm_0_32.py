@@ -1,6 +1,6 @@
 """Every vLLM internal that a worker with a block touches, each with a probe, and the wraps around loading.
 
-Two wraps are on classes and pass through for an engine that carries no block; the others are on the worker's own
+The wraps on classes pass through for an engine that carries no block; the others are on the worker's own
 runner and sampler: :mod:`.runner_v1` for vLLM's V1 model runner, :mod:`.runner_v2` for V2.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtaps.runtime.compat import breaks
+from vtaps.runtime.compat import breaks, prefix_cache
 from vtaps.runtime.hooks import InstallError
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits
@@ -140,6 +140,7 @@ SEAMS: dict[str, Callable[[], bool]] = {
     "ParentRequest.get_child_info": _children,
     "vllm.inputs.engine.tokens_input": _inputs,
     "LLMEngine.add_request and step": _engine,
+    "generate_block_hash_extra_keys, get_computed_blocks and finish_requests": prefix_cache.probe,
 }
 
 
@@ -156,7 +157,7 @@ def probe() -> list[str]:
 
 
 def install() -> None:
-    """Wrap the two classes, once a process.  Raises RuntimeError on a vLLM whose seams differ."""
+    """Wrap the classes, once a process.  Raises RuntimeError on a vLLM whose seams differ."""
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -167,6 +168,7 @@ def install() -> None:
         raise RuntimeError("this vLLM is not known: " + "; ".join(failing))
     Worker.load_model = _wrap_load_model(Worker.load_model)
     ParentRequest.get_child_info = _wrap_child_info(ParentRequest.get_child_info)
+    prefix_cache.install()
 
 
 def _wrap_load_model(original: Callable[..., None]) -> Callable[..., None]:

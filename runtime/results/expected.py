@@ -31,6 +31,12 @@ class Expected:
     metrics: Mapping[str, Ints]
     gates: Mapping[str, Ints]
     overrides: Mapping[str, tuple[tuple[int, int], ...]]
+    cached: Mapping[str, int]
+
+
+def caches(lock: Lock) -> bool:
+    """Whether rows may come from vLLM's prefix cache."""
+    return bool((lock.get("engine") or {}).get("vllm", {}).get("enable_prefix_caching"))
 
 
 def row_count(request: Request, completion: Completion) -> int:
@@ -86,15 +92,20 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
     used = {e["edit"] for p in arm["points"] for e in p["edits"]}
     none = np.empty(0, np.int64)
     generated = len(completion.token_ids)
+    edits = {
+        name: positions(edit["tokens"], acting[name]["sites"], alone=acting[name].get("position"))
+        if name in acting
+        else none
+        for name, edit in lock["edits"].items()
+        if name in used
+    }
+    # What is done to logits is done to each of them, whatever the cache holds of their rows.
+    inside = {n for n in edits if not all(lock["sites"][s].get("rows") == "sampled" for s in lock["edits"][n]["sites"])}
+    held = from_ranges(completion.record.cached)
+    cached = {n: np.isin(p, held) & (n in inside) for n, p in edits.items()}
     return Expected(
         rows=count,
-        edits={
-            name: positions(edit["tokens"], acting[name]["sites"], alone=acting[name].get("position"))
-            if name in acting
-            else none
-            for name, edit in lock["edits"].items()
-            if name in used
-        },
+        edits={n: p[~cached[n]] for n, p in edits.items()},
         reads={name: positions(lock["reads"][name]["tokens"], lock["reads"][name]["sites"]) for name in arm["reads"]},
         metrics={name: positions(lock["metrics"][name]["tokens"], (), True) for name in arm["metrics"]},
         gates={
@@ -109,6 +120,7 @@ def expect(lock: Lock, request: Request, completion: Completion) -> Expected:
             )
             for name in (o["override"] for o in point["overrides"])
         },
+        cached={n: int(c.sum()) for n, c in cached.items()},
     )
 
 

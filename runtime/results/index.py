@@ -10,7 +10,7 @@ from typing import Any
 
 from vtaps.codegen.lock import lock_digest
 from vtaps.runtime.results.claim import bare
-from vtaps.runtime.results.expected import Lock
+from vtaps.runtime.results.expected import Lock, caches
 from vtaps.runtime.results.journal import Entry
 from vtaps.runtime.results.tables import Layout
 
@@ -31,13 +31,15 @@ def run_index(
 ) -> tuple[dict[str, Any], Counted]:
     """The content of run.json but for the engine's report and the findings, and the counts by edit and arm."""
     counted: Counted = {}
-    completions = prompt_tokens = generated_tokens = 0
+    completions = prompt_tokens = generated_tokens = cached = prompt_rows = 0
     for entry in entries.values():
         arm = entry["request"]["arm"]
         prompt_tokens += len(entry["request"]["prompt_token_ids"])
         for completion in entry["completions"]:
             completions += 1
             generated_tokens += len(completion["token_ids"])
+            prompt_rows += len(entry["request"]["prompt_token_ids"])
+            cached += completion.get("cached", {"rows": 0})["rows"]
             for section in ("edit", "override"):
                 for name, (fired, expected) in completion[f"{section}s"].items():
                     a, b, n = counted.get((section, name, arm), (0, 0, 0))
@@ -63,6 +65,7 @@ def run_index(
             "completions": completions,
             "prompt_tokens": prompt_tokens,
             "generated_tokens": generated_tokens,
+            **({"cached_rows": cached, "prompt_rows": prompt_rows} if caches(lock) else {}),
         },
         "fired": [
             {"kind": section, "name": name, "arm": arm, "fired": fired, "expected": expected}

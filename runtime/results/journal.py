@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.runtime.records import Completion, Finished, Request, Scores
-from vtaps.runtime.results.expected import Expected, Lock, expect, fired_positions, point_of
+from vtaps.runtime.records import Completion, Finished, Record, Request, Scores
+from vtaps.runtime.results.expected import Expected, Lock, caches, expect, fired_positions, point_of
 from vtaps.runtime.results.findings import Finding, examine, sites_of
 from vtaps.runtime.results.tensors import memory_map, read_header, tensor_dtype, write_tensors
 from vtaps.spec.rows import to_ranges
@@ -88,6 +88,7 @@ def _completion(
             n: [len(fired.get(n, ())), len(expected.edits.get(n, ()))]
             for n in [*expected.edits, *(n for n in fired if n not in expected.edits)]
         },
+        **({"cached": {"rows": _held(record, expected.rows), "edits": dict(expected.cached)}} if caches(lock) else {}),
         "overrides": {
             n: [sum(completion.token_ids[s] == t for s, t in tokens), len(tokens)]
             for n, tokens in expected.overrides.items()
@@ -98,6 +99,11 @@ def _completion(
         },
         "reads": _reads(lock, completion, expected, arrays),
     }
+
+
+def _held(record: Record, count: int) -> int:
+    """How many of the rows came from the prefix cache."""
+    return sum(max(0, min(b, count) - a) for a, b in record.cached)
 
 
 def _scores(scores: Scores, count: int, arrays: Arrays) -> dict[str, Any]:

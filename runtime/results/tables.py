@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors import safe_open
 
-from vtaps.runtime.results.expected import Lock, point_of
+from vtaps.runtime.results.expected import Lock, caches, point_of
 from vtaps.runtime.results.journal import Entry
 from vtaps.spec.rows import from_ranges
 
@@ -98,9 +98,14 @@ class Layout:
     def __init__(self, lock: Lock, entries: Iterable[Entry]) -> None:
         self.lock = lock
         self.edits = list(lock["edits"])
+        self._cached = ("cached",) if caches(lock) else ()
         self.gates = {name: gate["holds"] for name, gate in (lock.get("gates") or {}).items()}
         taken = {name for name, _ in (*KEY, *GROUPS, *ANSWER, *MEASURED)}
-        taken |= {f"{what}.{edit}" for edit in self.edits for what in ("fired", "expected")}
+        self.counts = [
+            *self._cached,
+            *(f"{what}.{e}" for e in self.edits for what in ("fired", "expected", *self._cached)),
+        ]
+        taken |= set(self.counts)
         taken |= {name for name, _ in self.gate_fields()}
         points = [p["values"] for arm in lock["arms"].values() for p in arm["points"]]
         self._sweep = {
@@ -199,7 +204,7 @@ def write_tables(
 ) -> None:
     """Write the tables, that of the gates where there are some; ``entries`` come in the order of the plan."""
     sweep, prompt = layout.sweep_fields(), layout.prompt_fields()
-    counts = [(f"{what}.{e}", pa.int64()) for e in layout.edits for what in ("fired", "expected")]
+    counts = [(name, pa.int64()) for name in layout.counts]
     texts: dict[int, str | None] = {}
 
     def text(token: int) -> str | None:
@@ -233,6 +238,8 @@ def write_tables(
                 row["finish_reason"] = completion["finish_reason"]
                 for edit, (fired, expected) in completion["edits"].items():
                     row |= {f"fired.{edit}": fired, f"expected.{edit}": expected}
+                if (cached := completion.get("cached")) is not None:
+                    row |= {"cached": cached["rows"], **{f"cached.{e}": n for e, n in cached["edits"].items()}}
                 row |= layout.gate_values(completion["gates"])
                 requests.add(row)
                 if gates is not None:

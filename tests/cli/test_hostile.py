@@ -75,7 +75,7 @@ CASES = [
     Hostile("a sweep path that names nothing", "VT215", "steer.add.scales", ("steer.add.scale:", "steer.add.scales:")),
     Hostile("a missing model", "VT213", "MODEL/smolm2", ("MODEL/smollm2", "MODEL/smolm2")),
     Hostile("a hub id that is not on the machine", "VT213", "nobody/nothing", ("MODEL/smollm2", "nobody/nothing")),
-    Hostile("prefix caching on", "VT503", "true", ("vectors:", "engine: {vllm: {enable_prefix_caching: true}}\nvectors:")),
+    Hostile("asynchronous scheduling on", "VT503", "true", ("vectors:", "engine: {vllm: {async_scheduling: true}}\nvectors:")),
     Hostile("an unknown engine argument", "VT501", "max_model_length", ("vectors:", "engine: {vllm: {max_model_length: 9}}\nvectors:")),
     Hostile("a pickle", "VT306", "push.npy", ("push.safetensors", "push.npy"), files={"push.npy": b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,), }" + b" " * 60 + b"\n" + b"\x80\x04]."}),
     Hostile("an empty file", "VT107", None, text=""),

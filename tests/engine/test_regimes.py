@@ -192,7 +192,6 @@ def test_a_fault_in_the_block_names_both_lines(
     ("spoil", "code", "says"),
     [
         ("model", "VT607", "nowhere"),
-        ("prefix", "VT503", "engine.vllm.enable_prefix_caching: True does not go with this engine"),
         ("parallel", "VT503", "tensor_parallel_size"),
         ("length", "VT607", "max_model_len"),
         ("digest", "VT607", "is not the block that was locked"),
@@ -207,8 +206,6 @@ def test_a_bad_start_says_why(spoil: str, code: str, says: str, model: Path, tmp
     lock, block = small_case(tmp_path, model)
     if spoil == "model":
         lock["model"]["path"] = str(tmp_path / "nowhere")
-    elif spoil == "prefix":
-        lock["engine"]["vllm"]["enable_prefix_caching"] = True
     elif spoil == "parallel":
         lock["engine"]["vllm"]["tensor_parallel_size"] = 2
     elif spoil == "length":

@@ -51,6 +51,7 @@ def program(**more: Any) -> Program:
         "vectors": {"v": {"random": {}}, "w": {"random": {}}},
         "arms": {
             "idle": {"points": [{}]},
+            "pushed": {"points": [{"edits": [use("push", "a", "b")]}]},
             "read": {"reads": ["all", "some", "mean", "out"], "metrics": ["m"], "points": [{}]},
             "edit": {
                 "reads": ["all"],
@@ -74,6 +75,14 @@ def asked(key: str, arm: str, point: int = 0, child: int | None = None) -> dict[
     return {"key": key, "arm": arm, "point": point, **({} if child is None else {"child": child})}
 
 
+def computed(table: RowTable, **upto: int) -> None:
+    """Steps before the first one of a test have computed the rows of these requests below a position."""
+    for request, position in upto.items():
+        live = table.live[request]
+        assert live is not None
+        live.runs.append((0, position))
+
+
 def uses(program: Program, fill: Fill) -> list[Any]:
     """Sites, coefficient and vector of the edit at each row."""
     assert fill.points is not None
@@ -94,6 +103,7 @@ def test_a_mixed_step() -> None:
     table.admit("r2", asked("k2", "edit", 0), 3)
     table.admit("r3", asked("k3", "edit", 1), 2)
     table.admit("r4", asked("k4", "edit", 2), 2)
+    computed(table, r2=3, r3=2, r4=2)
     # r0 prefills its first three tokens; r1 is plain; the others decode their second generated token.
     made = plan(
         table, share("r0", 0, 3, 0, False), share("r1", 0, 3, 3), share("r2", 3, 1, 6), share("r3", 2, 1, 7),
@@ -189,6 +199,7 @@ def test_steady_decoding_is_planned_once() -> None:
     table.admit("r0", asked("k0", "read"), 2)
     table.admit("r1", asked("k1", "edit", 1), 4)
     table.admit("r2", None, 2)
+    computed(table, r0=2, r1=13)
     first, shift, told = decode(table, {"r0": 2, "r1": 4})
     assert (shift, told) == (0, True)
     for n in (1, 2, 3):
@@ -221,6 +232,7 @@ def test_a_plan_ends_where_a_selector_changes() -> None:
 def test_a_selector_of_tokens_is_asked_every_step() -> None:
     table = RowTable(program())
     table.admit("r", asked("k", "edit", 0), 2)
+    computed(table, r=2)
     assert table.needs_tokens("r")
     told = [decode(table, {"r": 2 + n}) for n in range(5)]
     assert all(t for *_, t in told)
@@ -413,3 +425,25 @@ def test_every_step_is_its_rows_one_by_one(case: sch.Schedule) -> None:
                 if ask.arm != "idle":
                     assert all(live.step_of(p) >= number for p, number in naive.computed[i].items())
     assert not table.done and not table.alive and not table.live
+
+
+def test_rows_from_the_prefix_cache_are_counted_and_never_missing_from_a_read() -> None:
+    table = RowTable(program())
+    table.admit("r0", asked("k0", "edit", 1), 8)
+    table.admit("r1", asked("k1", "idle"), 8)
+    with pytest.raises(TableError, match=r"read all: the rows 0 … 3 came from the prefix cache"):
+        table.plan([share("r0", 4, 4, 0)])
+    table = RowTable(program())
+    table.admit("r0", asked("k0", "pushed"), 8)
+    table.admit("r1", asked("k1", "idle"), 8)
+    table.plan([share("r0", 4, 2, 0, False), share("r1", 4, 4, 2)])
+    # Preempted in its prompt: by now another request has left more of it in the cache.
+    table.plan([share("r0", 7, 1, 0), share("r1", 8, 1, 1)])
+    for n in (8, 9, 10):
+        decode(table, {"r0": n, "r1": n + 1})
+    # Preempted again: what it takes up was computed by itself, and what the cache had lost it computes.
+    table.plan([share("r0", 2, 1, 0, False), share("r1", 8, 4, 1)])
+    table.plan([share("r0", 9, 2, 0)])
+    table.plan([share("r0", 11, 1, 0)])
+    assert table.collect(("k0", 0)).cached() == [(0, 2), (3, 4), (6, 7)]
+    assert table.collect(("k1", 0)).cached() == [(0, 4)]

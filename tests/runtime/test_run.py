@@ -25,7 +25,7 @@ class Frontend:
         self.steps, self.fail_at, self.after = 0, fail_at, after
 
     def add(self, key: str, ids: Sequence[int], sampling: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
-        assert extra == {"vtaps": {"key": key, "arm": "a", "point": 0}}
+        assert extra == {"key": key, "arm": "a", "point": 0}
         self.log.append(f"add {key}")
         self.waiting.append(key)
         return key
@@ -74,7 +74,8 @@ def engine(frontend: Frontend, **report: Any) -> Engine:
     made._frontend, made._folders, made.program = frontend, Folders(), Program()  # type: ignore[assignment]
     made._faults, made._attention = lambda: [], {}
     made.report = {
-        "max_num_seqs": 2, "max_num_batched_tokens": 6, "in_process": True, "async_scheduling": True, **report,
+        "max_num_seqs": 2, "max_num_batched_tokens": 6, "in_process": True, "async_scheduling": True,
+        "prefix_caching": False, **report,
     }  # fmt: skip
     return made
 
