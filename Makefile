@@ -78,6 +78,11 @@ test-quick: venv ## the tests that start no engine
 test-engine: model ## the tests that start engines, one at a time
 	@$(BIN)/python -m pytest $(ENGINE) $(ARGS)
 
+.PHONY: soak
+soak: venv ## 2,000 requests drawn at random on each engine, every row held against a forward of its own (15 minutes)
+	@status=0; for mode in taps eager; do \
+	    $(BIN)/python -m tests.engine.soak --mode $$mode $(ARGS) || status=1; done; exit $$status
+
 .PHONY: lint
 lint: venv ## ruff: rules and layout
 	@$(BIN)/ruff check .

@@ -137,6 +137,8 @@ class Meant:
                 if any(strange(one) for one in (entry, acting.get(name)) if one is not None):
                     continue  # which rows are its own is not known: see `unknown`
                 wanted = self.rows(entry.tokens, facts, tokens, acting[name].sites) if entry and name in acting else []
+                if name in acting and not all(self.program.sites[s].sampled for s in acting[name].sites):
+                    wanted = [p for p in wanted if not any(a <= p < b for a, b in completion.record.cached)]
                 got = fired_positions(fired.get(name, ()), len(tokens)).tolist()
                 yield Count(name, request.key, len(got), len(wanted), got == wanted)
 
