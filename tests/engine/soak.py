@@ -83,7 +83,8 @@ def spec(folder: Path, mode: str, seed: int) -> Path:
             "mode": mode,
             "vllm": {
                 "max_model_len": LENGTH, "max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": BLOCK,
-                "enable_prefix_caching": True, "num_gpu_blocks_override": 18, **ON_GPU,
+                "enable_prefix_caching": True, "num_gpu_blocks_override": 18,
+                "kv_cache_memory_bytes": 64 << 20, **ON_GPU,
             },
         },
         "vectors": {name: {"random": {"seed": seed + i, "norm": 3}} for i, name in enumerate("xy")},
