@@ -207,9 +207,10 @@ class Boards:
             vectors = self._table(note, site, tuple(str(name) for name in used))
         mask = None
         if note.columns is not None:
-            chosen = np.zeros(site.width, np.uint8)
+            chosen = np.zeros(site.whole, np.uint8)
             for a, b in note.columns:
                 chosen[a:b] = 1
+            chosen = site.own(chosen)
             mask = self._put(chosen)
         if edit.verb == "put":
             memory, part = self.patches[note.name].place(site.name)

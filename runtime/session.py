@@ -26,6 +26,7 @@ from vtaps.runtime.live import Batch, RequestKey, Scheduled
 from vtaps.runtime.lockfile import load_program
 from vtaps.runtime.manifest import Manifest, import_block
 from vtaps.runtime.memory import Limits
+from vtaps.runtime.parts import Ranks, localized
 from vtaps.runtime.probes import probes
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
@@ -69,12 +70,17 @@ class Session:
         limits: Limits,
         dtype: torch.dtype,
         inside: Callable[[str], bool] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Make the tables on the model's device and put the block into its modules.
 
         ``inside`` says which modules a compiler will trace: there the block becomes operations in the graph, elsewhere
-        (and without it, everywhere) Python calls them.  Raises LockError, InstallError, BlockFault.
+        (and without it, everywhere) Python calls them.  ``ranks``: the group that this worker is one of.  Raises
+        LockError, InstallError, BlockFault.
         """
+        self.ranks = ranks
+        if ranks is not None:
+            self._localize(ranks)
         self.device = next(model.parameters()).device
         self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
@@ -88,6 +94,10 @@ class Session:
         self.installed = install(self.block, self.program, model, self._act_of)
         self.serve()
 
+    def _localize(self, ranks: Ranks) -> None:
+        self.program = localized(self.program, ranks)
+        self.functions, self.table = Functions(self.program), RowTable(self.program)
+
     def load(self, manifest: Manifest) -> None:
         """Go on with another lock and block of the same structure: other numbers, vectors, rows, arms.
 
@@ -99,6 +109,8 @@ class Session:
         if (new.program.structure, new.program.mode) != (self.program.structure, self.program.mode):
             raise LockError("block.structure", "it is of another structure; start another engine")
         # Whatever may be refused comes before anything is changed.
+        if self.ranks is not None:
+            new._localize(self.ranks)
         boards = Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes)
         harvest = self._harvest(new.program)
         self.boards.adopt(boards)
@@ -109,7 +121,11 @@ class Session:
         self.harvest = harvest
 
     def _harvest(self, program: Program) -> Harvest:
-        lens, found, saes = self._lens(program), probes(program, self.device), encoders(program, self.device)
+        unembed, first = self._compute_logits, (lambda: 0)
+        if self.ranks is not None:
+            unembed, first = self.ranks.unembed, self.ranks.vocabulary
+        lens = Lens.of(program, self.modules, self._quietly(unembed), first)
+        found, saes = probes(program, self.device), encoders(program, self.device)
         self._sae_bytes = bytes_of(saes)
         return Harvest(program, self.device, lens, found, self.boards.grow, self.spool, saes)
 
@@ -117,14 +133,6 @@ class Session:
     def device_bytes(self) -> int:
         """Device memory of all tables, vectors, slots and SAEs."""
         return self.boards.bytes + self._sae_bytes
-
-    def _lens(self, program: Program) -> Lens:
-        if program.lens_norm is None:
-            return Lens(None, self._quietly(self._compute_logits))
-        found = self.modules.get(program.lens_norm)
-        if found is None:
-            raise LockError("lens", f"the model has no module {program.lens_norm}")
-        return Lens(found, self._quietly(self._compute_logits))
 
     def serve(self) -> None:
         """Make this the session that the operations of this process look at."""
@@ -353,7 +361,7 @@ class Session:
     def define(self, name: str, payload: bytes) -> None:
         """Give a vector its numbers; ``payload``: safetensors, site → float32 ``[width]``.  Raises LockError."""
         for site, numbers in load(payload).items():
-            if site not in self.program.sites or numbers.shape != (self.program.sites[site].width,):
+            if site not in self.program.sites or numbers.shape != (self.program.sites[site].whole,):
                 raise LockError(f"vectors.{name}", f"{list(numbers.shape)} came for {site}")
             self.program.known[name, site] = numbers.astype(np.float32)
         self.boards.renew(name)
@@ -384,5 +392,6 @@ class Session:
             "breaks": sorted(self.breaks),
             "tap_bytes": self.device_bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
+            "parts": {n: [s.part.width, s.part.pieces] for n, s in self.program.sites.items() if s.part is not None},
             "pid": os.getpid(),
         }

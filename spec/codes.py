@@ -96,6 +96,9 @@ CODES: dict[str, Code] = {
     "VT345": Code("the rows of a read cannot be stored so"),
     "VT346": Code("the attention pattern cannot be used so"),
     "VT347": Code("a budget has no rows to count"),
+    "VT350": Code("no rank has the whole value"),
+    "VT351": Code("what a rank has of it is not known"),
+    "VT352": Code("it needs whole rows, and a rank has parts"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

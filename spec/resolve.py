@@ -26,6 +26,7 @@ from vtaps.spec.gates import check_gated, loads, plan_gate
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
+from vtaps.spec.parts import check_parts, ranks
 from vtaps.spec.pattern import arms_with_parts, is_pattern, plan_pattern, with_parts
 from vtaps.spec.plan import EditPlan, GatePlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
@@ -96,6 +97,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     check_gated(spec, edits, gates, arms, prompts, overrides, doc, found)
     reads = with_parts(reads)
     worked = arms_with_parts(arms, reads)
+    parted = check_parts(ranks(spec.engine.vllm), edits, reads, gates, tree, doc, found)
     locations = plan_locations(spec, edits, reads, worked, gates, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
@@ -139,7 +141,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
-        context.everywhere if every else None, saes, gates, stages, means,
+        context.everywhere if every else None, saes, gates, stages, means, parted,
     )  # fmt: skip
     return plan, found
 

@@ -1,0 +1,95 @@
+"""What the workers of a tensor-parallel group report of a request, put together: no rank asked another for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vtaps.runtime.entries import Part
+from vtaps.runtime.errors import EngineError
+from vtaps.runtime.live import RequestKey
+from vtaps.runtime.parts import joined, owned
+from vtaps.runtime.program import Program
+from vtaps.runtime.records import ReadRows, Record
+from vtaps.spec.rows import Interval
+
+Array = npt.NDArray[Any]
+Records = Mapping[RequestKey, Record]
+
+
+class Merging:
+    """Of workers that have parts of some sites each.  ``told``: what each said at the hand-shake.
+
+    Raises EngineError (VT601) where some columns of a site are on no rank.
+    """
+
+    def __init__(self, program: Program, told: Sequence[Mapping[str, Any]]) -> None:
+        self.program = program
+        self._parts: dict[str, list[Part]] = {}
+        self._counted: dict[str, list[tuple[Interval, ...]]] = {}
+        for name, site in program.sites.items():
+            held = [worker["parts"][name] for worker in told if name in worker["parts"]]
+            if not site.shared:
+                continue
+            if len(held) != len(told):
+                raise EngineError("VT601", f"of {name}, {len(told) - len(held)} of {len(told)} workers say nothing")
+            parts = [Part(int(width), tuple((int(a), int(b)) for a, b in pieces)) for width, pieces in held]
+            try:
+                self._parts[name], self._counted[name] = parts, owned(parts)
+            except ValueError as error:
+                raise EngineError("VT601", f"{name}: {error}") from error
+
+    def records(self, answers: Sequence[Records]) -> dict[RequestKey, Record]:
+        """Raises EngineError (VT603) where the ranks were not of one mind."""
+        first, *others = answers
+        if not others:
+            return dict(first)
+        return {key: self._record(key, [answer[key] for answer in answers]) for key in first}
+
+    def _record(self, key: RequestKey, ranks: Sequence[Record]) -> Record:
+        first = ranks[0]
+        for number, other in enumerate(ranks[1:], 1):
+            if other.fired != first.fired or other.overridden != first.overridden:
+                raise EngineError("VT603", f"request {key[0]!r}: rank {number} edited other rows than rank 0")
+        names = {name: None for record in ranks for name in record.reads}
+        return replace(first, reads={name: self._read(key, name, ranks) for name in names})
+
+    def _read(self, key: RequestKey, name: tuple[str, str], ranks: Sequence[Record]) -> ReadRows:
+        read, site = name
+        kind, parts = self.program.reads[read].kind, self._parts.get(site)
+        held = [(rank, record.reads[name]) for rank, record in enumerate(ranks) if name in record.reads]
+        if parts is None and (kind != "lens" or self.program.sites[site].sampled):
+            held = held[:1]  # all have it alike
+        elif len(held) != len(ranks) or any(not np.array_equal(o.positions, held[0][1].positions) for _, o in held):
+            raise EngineError("VT603", f"request {key[0]!r}: ranks have other rows of {read} at {site}")
+        rows = held[0][1]
+        if len(held) == 1:
+            return rows
+        if parts is None:
+            top = self.program.reads[read].top
+            return replace(rows, values=_vocabulary([one.values for _, one in held], top))
+        if kind in ("rows", "mean"):
+            field = "rows" if kind == "rows" else "mean"
+            whole = joined(parts[0].width, [(parts[rank], one.values[field]) for rank, one in held])
+            return replace(rows, values={**rows.values, field: whole})
+        counted = [one.values[kind].astype(np.float64) for rank, one in held if self._counted[site][rank]]
+        if kind == "norm":
+            counted = [part**2 for part in counted]
+        total = np.sum(counted, axis=0)
+        return replace(rows, values={kind: (np.sqrt(total) if kind == "norm" else total).astype(np.float32)})
+
+
+def _vocabulary(ranks: Sequence[Mapping[str, Array]], top: int | None) -> dict[str, Array]:
+    """What a lens reads, of what it read of each part of the vocabulary."""
+    logits, ids = (np.concatenate([rank[field] for rank in ranks], axis=-1) for field in ("logits", "ids"))
+    sums = np.logaddexp.reduce([rank["logsumexp"].astype(np.float64) for rank in ranks]).astype(np.float32)
+    if top is None:
+        chosen = np.max([rank["logits"] for rank in ranks], axis=0)
+        return {"ids": ranks[0]["ids"], "logits": chosen, "logsumexp": sums}
+    order = np.argsort(-logits, axis=-1, kind="stable")[..., :top]
+    picked = {"ids": np.take_along_axis(ids, order, -1), "logits": np.take_along_axis(logits, order, -1)}
+    return {**picked, "logsumexp": sums}
