@@ -61,7 +61,7 @@ demo: model ## run examples/paris.yaml on the demo model and print its table
 
 # No engine: two processes. Engines run one at a time: each of them wants both cores. 5: nothing that ARGS asks for is there.
 QUICK := -m "not engine and not gpu" -n 2
-ENGINE := -m "engine and not gpu"
+ENGINE := -m "engine and not gpu and not long"
 
 .PHONY: test
 test: model ## all quick and engine tests (real vLLM on the CPU)
@@ -77,6 +77,10 @@ test-quick: venv ## the tests that start no engine
 .PHONY: test-engine
 test-engine: model ## the tests that start engines, one at a time
 	@$(BIN)/python -m pytest $(ENGINE) $(ARGS)
+
+.PHONY: test-long
+test-long: model ## the rest of the engine tests: every family on several workers (a quarter of an hour)
+	@$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
 
 .PHONY: soak
 soak: venv ## 2,000 requests drawn at random on each engine, every row held against a forward of its own (15 minutes)

@@ -36,6 +36,7 @@ from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
 from vtaps.spec.parts import ranks
+from vtaps.spec.pipeline import stages
 from vtaps.spec.rows import OPEN
 from vtaps.spec.sizes import human, row_counts
 from vtaps.spec.slots import ITEM_BYTES
@@ -91,7 +92,7 @@ class Engine:
         tell("loading vLLM")
         args = engine_arguments(lock, lock_folder, eager=self.program.mode == "eager")
         args["worker_extension_cls"] = EXTENSION
-        self._ranks = ranks(args)
+        self._ranks = ranks(args) * stages(args)
         args["additional_config"] = {
             **(args.get("additional_config") or {}),
             "vtaps": self.program.structure,
@@ -140,11 +141,11 @@ class Engine:
             who = f"worker {told.get('rank', '?')}"
             if told.get("block") != self.program.block_digest:
                 raise EngineError("VT601", f"{who} runs without the block (vLLM's plug-in of vtaps did not load)")
-            missing = set(self.program.sites) - set(told["locations"])
-            if missing:
-                raise EngineError("VT601", f"{who} has no {', '.join(sorted(missing))}")
         if not workers:
             raise EngineError("VT601", "no worker answered")
+        missing = set(self.program.sites).difference(*(told["locations"] for told in workers))
+        if missing:
+            raise EngineError("VT601", f"no worker has {', '.join(sorted(missing))}")
         return workers
 
     def _learn(self, program: Program, workers: list[dict[str, Any]]) -> None:

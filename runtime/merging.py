@@ -1,4 +1,4 @@
-"""What the workers of a tensor-parallel group report of a request, put together: no rank asked another for it."""
+"""What several workers report of a request, put together: no rank asked another for it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ Records = Mapping[RequestKey, Record]
 
 
 class Merging:
-    """Of workers that have parts of some sites each.  ``told``: what each said at the hand-shake.
+    """Of workers that have parts of some sites each, or sites of a stage each.  ``told``: what each said at the
+    hand-shake.
 
-    Raises EngineError (VT601) where some columns of a site are on no rank.
+    Raises EngineError (VT601) where some columns of a site are on no rank, or a site is on no worker.
     """
 
     def __init__(self, program: Program, told: Sequence[Mapping[str, Any]]) -> None:
         self.program = program
         self._parts: dict[str, list[Part]] = {}
         self._counted: dict[str, list[tuple[Interval, ...]]] = {}
+        stages = [int(worker.get("stage", 0)) for worker in told]
+        self._stages = [[i for i, stage in enumerate(stages) if stage == n] for n in sorted(set(stages))]
         for name, site in program.sites.items():
-            held = [worker["parts"][name] for worker in told if name in worker["parts"]]
             if not site.shared:
                 continue
-            if len(held) != len(told):
-                raise EngineError("VT601", f"of {name}, {len(told) - len(held)} of {len(told)} workers say nothing")
+            have = [i for i, worker in enumerate(told) if name in worker["parts"]]
+            if have not in self._stages:
+                raise EngineError("VT601", f"of {name}, workers {have} have parts, which are no stage")
+            held = [told[i]["parts"][name] for i in have]
             parts = [Part(int(width), tuple((int(a), int(b)) for a, b in pieces)) for width, pieces in held]
             try:
                 self._parts[name], self._counted[name] = parts, owned(parts)
@@ -44,11 +48,26 @@ class Merging:
                 raise EngineError("VT601", f"{name}: {error}") from error
 
     def records(self, answers: Sequence[Records]) -> dict[RequestKey, Record]:
-        """Raises EngineError (VT603) where the ranks were not of one mind."""
-        first, *others = answers
-        if not others:
-            return dict(first)
-        return {key: self._record(key, [answer[key] for answer in answers]) for key in first}
+        """Raises EngineError (VT603) where the workers were not of one mind."""
+        if len(answers) == 1:
+            return dict(answers[0])
+        return {
+            key: self._line(key, [self._record(key, [answers[i][key] for i in some]) for some in self._stages])
+            for key in answers[0]
+        }
+
+    def _line(self, key: RequestKey, stages: Sequence[Record]) -> Record:
+        """What the stages of a pipeline saw; tokens and metrics are the last one's."""
+        last = stages[-1]
+        fired: dict[str, tuple[Interval, ...]] = {}
+        for stage in stages:
+            for edit, rows in stage.fired.items():
+                if fired.setdefault(edit, rows) != rows:
+                    raise EngineError("VT603", f"request {key[0]!r}: stages edited other rows by {edit}")
+        reads = {name: rows for stage in stages for name, rows in stage.reads.items()}
+        gates = {name: told for stage in stages for name, told in stage.gates.items()}
+        selected = {name: rows for stage in stages for name, rows in stage.selected.items()}
+        return replace(last, fired=fired, reads=reads, gates=gates, selected=selected)
 
     def _record(self, key: RequestKey, ranks: Sequence[Record]) -> Record:
         first = ranks[0]

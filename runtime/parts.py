@@ -53,14 +53,19 @@ def part(blocks: Sequence[Block], columns: Interval | None, rank: int, ranks: in
 
 @dataclass(frozen=True)
 class Ranks:
-    """A worker in its tensor-parallel group.  ``parts``: site of which each rank has some columns → those of each rank;
-    ``unembed``: the logits of this rank's part of the vocabulary, whose first token is then ``vocabulary``."""
+    """A worker among several: number ``rank`` of the ``count`` of a tensor-parallel group, on ``stage`` of the
+    ``stages`` of a pipeline.  ``parts``: site of which each rank has some columns → those of each rank; ``present``:
+    whether the stage runs a location; ``unembed``: the logits of this rank's part of the vocabulary, whose first token
+    is then ``vocabulary``."""
 
     rank: int
     count: int
     parts: Callable[[Program], Mapping[str, Sequence[Part]]]
     unembed: Callable[[Any], Any]
     vocabulary: Callable[[], int]
+    stage: int = 0
+    stages: int = 1
+    present: Callable[[SiteEntry], bool] = lambda _: True
 
 
 SUMS = ("norm", "project", "probe")
@@ -68,30 +73,66 @@ SUMS = ("norm", "project", "probe")
 
 
 def localized(program: Program, ranks: Ranks) -> Program:
-    """The program as a rank serves it.  Raises LockError for a site of which it has some columns and nobody says
-    which."""
-    parts = ranks.parts(program)
+    """The program as a worker serves it: the locations of its stage, its columns of each.
+
+    Raises LockError for a site of which it has some columns and nobody says which, and for a gate whose edits are on
+    another stage.
+    """
+    here = _on_stage(program, ranks)
+    parts = ranks.parts(here) if ranks.count > 1 else {}
     for name, held in parts.items():
         try:
             mixed = any(0 < len(mine) < len(held[rank].pieces) for rank, mine in enumerate(owned(held)))
         except ValueError as error:
             raise LockError(f"sites.{name}", str(error)) from error
-        summed = [r for r, read in program.reads.items() if read.kind in SUMS and name in read.sites]
+        summed = [r for r, read in here.reads.items() if read.kind in SUMS and name in read.sites]
         if mixed and summed:
-            raise LockError(
-                f"reads.{summed[0]}", f"of {name} several ranks have some alike: read k and v for themselves"
-            )
-    unknown = [name for name, site in program.sites.items() if site.shared and name not in parts]
+            raise LockError(f"reads.{summed[0]}", f"of {name} some is on several ranks: read k and v for themselves")
+    unknown = [name for name, site in here.sites.items() if site.shared and name not in parts]
     if unknown:
         raise LockError(f"sites.{unknown[0]}", "which of its columns this rank has is not known")
     mine = {name: held[ranks.rank] for name, held in parts.items()}
-    sites = {name: _own(site, mine.get(name)) for name, site in program.sites.items()}
+    sites = {name: _own(site, mine.get(name)) for name, site in here.sites.items()}
     if ranks.rank == 0:
-        return replace(program, sites=sites)
-    silent = {name for name, read in program.reads.items() if not _reported(name, read, program, sites)}
-    arms = {name: replace(arm, metrics=(), reads=tuple(r for r in arm.reads if r not in silent))
-            for name, arm in program.arms.items()}  # fmt: skip
-    return replace(program, sites=sites, arms=arms)
+        return replace(here, sites=sites)
+    silent = {name for name, read in here.reads.items() if not _reported(name, read, here, sites)}
+    arms = {
+        name: replace(arm, metrics=(), reads=tuple(r for r in arm.reads if r not in silent))
+        for name, arm in here.arms.items()
+    }
+    return replace(here, sites=sites, arms=arms)
+
+
+def _on_stage(program: Program, ranks: Ranks) -> Program:
+    """What of a program a stage of a pipeline serves."""
+    if ranks.stages == 1:
+        return program
+    sites = {name: site for name, site in program.sites.items() if ranks.present(site)}
+    edits = {n: replace(e, sites=tuple(s for s in e.sites if s in sites)) for n, e in program.edits.items()}
+    reads = {n: replace(r, sites=tuple(s for s in r.sites if s in sites)) for n, r in program.reads.items()}
+    for name, edit in edits.items():
+        if edit.sites and edit.when is not None and not reads[edit.when].sites:
+            raise LockError(f"edits.{name}", f"its gate {edit.when} is on another stage of the pipeline")
+    last = ranks.stage == ranks.stages - 1
+    arms = {}
+    for name, arm in program.arms.items():
+        points = []
+        for point in arm.points:
+            cut = (replace(e, sites=tuple(s for s in e.sites if s in sites)) for e in point.edits)
+            points.append(
+                replace(point, edits=tuple(e for e in cut if e.sites), overrides=point.overrides if last else {})
+            )
+        kept = tuple(r for r in arm.reads if reads[r].sites)
+        arms[name] = replace(arm, points=tuple(points), reads=kept, metrics=arm.metrics if last else ())
+    return replace(
+        program,
+        sites=sites,
+        edits={n: e for n, e in edits.items() if e.sites},
+        reads={n: r for n, r in reads.items() if r.sites},
+        arms=arms,
+        gates={n: g for n, g in program.gates.items() if reads[n].sites},
+        lens_norm=program.lens_norm if last else None,
+    )
 
 
 def _own(site: SiteEntry, mine: Part | None) -> SiteEntry:

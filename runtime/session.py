@@ -96,6 +96,7 @@ class Session:
 
     def _localize(self, ranks: Ranks) -> None:
         self.program = localized(self.program, ranks)
+        self.block = self.block.only(self.program.sites)
         self.functions, self.table = Functions(self.program), RowTable(self.program)
 
     def load(self, manifest: Manifest) -> None:
@@ -356,12 +357,13 @@ class Session:
 
     def patch(self, name: str, first: int, payload: bytes) -> None:
         """Fill slots of the memory of an edit that sets rows; see :meth:`PatchMemory.write`.  Raises LockError."""
-        self.boards.patches[name].write(name, first, payload)
+        if name in self.program.edits:  # else it is another stage's
+            self.boards.patches[name].write(name, first, payload)
 
     def define(self, name: str, payload: bytes) -> None:
         """Give a vector its numbers; ``payload``: safetensors, site → float32 ``[width]``.  Raises LockError."""
         for site, numbers in load(payload).items():
-            if site not in self.program.sites or numbers.shape != (self.program.sites[site].whole,):
+            if (here := self.program.sites.get(site)) is not None and numbers.shape != (here.whole,):
                 raise LockError(f"vectors.{name}", f"{list(numbers.shape)} came for {site}")
             self.program.known[name, site] = numbers.astype(np.float32)
         self.boards.renew(name)
@@ -393,5 +395,6 @@ class Session:
             "tap_bytes": self.device_bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
             "parts": {n: [s.part.width, s.part.pieces] for n, s in self.program.sites.items() if s.part is not None},
+            "stage": self.ranks.stage if self.ranks is not None else 0,
             "pid": os.getpid(),
         }

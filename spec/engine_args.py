@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "async_scheduling": (_on, "an override must replace a token before the next step is scheduled; leave it off"),
     "kv_transfer_config": (_set, "edited KV must not reach another engine"),
     "enable_lora": (_on, "LoRA adapters are not served by this version"),
-    "pipeline_parallel_size": (_not_one, _ONE_PROCESS),
     "data_parallel_size": (_not_one, _ONE_PROCESS),
     "prefill_context_parallel_size": (_not_one, _ONE_PROCESS),
     "decode_context_parallel_size": (_not_one, _ONE_PROCESS),

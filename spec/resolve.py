@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from vtaps.spec import digests, engine_args, logits
+from vtaps.spec import digests, engine_args, logits, pipeline
 from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
 from vtaps.spec.behind import LOGITS, SAMPLES
@@ -98,6 +98,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     reads = with_parts(reads)
     worked = arms_with_parts(arms, reads)
     parted = check_parts(ranks(spec.engine.vllm), edits, reads, gates, tree, doc, found)
+    pipeline.check_stages(pipeline.stages(spec.engine.vllm), edits, reads, gates, tree, doc, found)
     locations = plan_locations(spec, edits, reads, worked, gates, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}

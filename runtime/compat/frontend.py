@@ -12,6 +12,7 @@ from typing import Any
 
 from vtaps.runtime.compat.prefix_cache import cache_salt
 from vtaps.spec.parts import ranks
+from vtaps.spec.pipeline import stages
 
 CPU_KV_CACHE = 512 << 20
 """Bytes of KV cache on a CPU where nothing says otherwise: vLLM's own default takes most of the memory."""
@@ -108,8 +109,9 @@ class Frontend:
         if not in_process and not is_cpu() and "VLLM_WORKER_MULTIPROCESSING_METHOD" not in os.environ:
             # A forked process cannot use a GPU that this one has asked about, which vLLM does not always see.
             wanted["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
-        if is_cpu() and ranks(args) > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-            wanted["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(ranks(args))
+        workers = ranks(args) * stages(args)
+        if is_cpu() and workers > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(workers)
         with environment(**wanted):
             from vllm import LLM
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vtaps.runtime.compat import breaks, prefix_cache
-from vtaps.runtime.compat.tensor_parallel import ranks_of
+from vtaps.runtime.compat.parallel import ranks_of
 from vtaps.runtime.hooks import InstallError
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits

@@ -13,15 +13,43 @@ from vtaps.runtime.program import Program
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """This worker in its tensor-parallel group; None where it is alone."""
+    """This worker among the others; None where it is alone."""
     from vllm.distributed import parallel_state
 
-    group = parallel_state.get_tp_group()
-    if group.world_size == 1:
+    group, line = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    count, stages = int(group.world_size), int(line.world_size)
+    if count == stages == 1:
         return None
-    rank, count = int(group.rank_in_group), int(group.world_size)
     unembed = Unembedding(model)
-    return Ranks(rank, count, lambda program: _parts(program, model, count), unembed, lambda: unembed.first)
+    return Ranks(
+        int(group.rank_in_group),
+        count,
+        lambda program: _parts(program, model, count),
+        unembed if count > 1 else model.compute_logits,
+        (lambda: unembed.first) if count > 1 else (lambda: 0),
+        int(line.rank_in_group),
+        stages,
+        _present(model, int(line.rank_in_group), stages),
+    )
+
+
+def _present(model: nn.Module, stage: int, stages: int) -> Callable[[SiteEntry], bool]:
+    """Whether a stage of a pipeline runs a location's module."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    modules = dict(model.named_modules())
+
+    def present(site: SiteEntry) -> bool:
+        if site.sampled:
+            return stage == stages - 1
+        module = modules.get(site.module)
+        if module is None or isinstance(module, PPMissingLayer):
+            return False
+        # Where the unembedding is tied to it, the last stage has one too, and does not call it.
+        return stage == 0 or not isinstance(module, VocabParallelEmbedding)
+
+    return present
 
 
 def _parts(program: Program, model: nn.Module, count: int) -> Mapping[str, Sequence[Part]]:
