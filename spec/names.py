@@ -82,17 +82,20 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
 def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
     used: dict[str, set[str]] = {section: set() for section in KINDS}
     meant: set[tuple[str, str | None]] = set()
+    known = {section: defined(spec, section) for section in KINDS}
     for section, name, where in uses(spec):
+        names = known[section]
+        if name in used[section] and name in names:
+            continue
         used[section].add(name)
-        names = sorted(defined(spec, section))
         if name not in names:
-            meant.add((section, nearest(name, names)))
+            meant.add((section, nearest(name, sorted(names))))
             yield Diagnostic(
                 "VT210",
                 f"no {KINDS[section]} is named {name!r}",
                 doc.at(*where),
-                tuple(names),
-                nearest(name, names),
+                tuple(sorted(names)),
+                nearest(name, sorted(names)),
                 None if names else f"the spec has no `{section}:`",
             )
     for name, tap in spec.taps.items():

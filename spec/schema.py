@@ -23,6 +23,7 @@ from vtaps.spec.schema_words import (
     fits,
     found,
     json_type,
+    matches,
     short,
     shown,
     type_note,
@@ -137,14 +138,14 @@ class _Walker:
         elif "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
             fault = f"is not more than {schema['exclusiveMinimum']}"
         if fault:
-            text = "pattern" in schema and re.search(schema["pattern"], str(value))
+            text = "pattern" in schema and matches(schema["pattern"], str(value))
             note = f"write `{value}`" if text else None
             self._say("VT104", f"{_name(path)}: {short(str(value))} {fault}", self._doc.at(*path), note=note)
 
     def _string(self, value: str, schema: Schema, path: NodePath) -> None:
         if len(value) < schema.get("minLength", 0):
             self._say("VT107", f"{_name(path)} is an empty text", self._doc.at(*path))
-        elif "pattern" in schema and not re.search(schema["pattern"], value):
+        elif "pattern" in schema and not matches(schema["pattern"], value):
             message = f"{_name(path)}: {shown(value)} is not of the form asked for"
             self._say("VT104", message, self._doc.at(*path), note=_like(schema))
 
@@ -205,8 +206,8 @@ class _Walker:
                     self._unknown(key, item, tuple(known), near, path)
             else:
                 names = schema.get("propertyNames", {}).get("pattern")
-                if names and not re.search(names, key) and not silent:
-                    note = "names are letters, digits, `_` and `-`, and do not start with a digit"
+                if names and not matches(names, key) and not silent:
+                    note = "names are up to 100 letters, digits, `_` and `-`, and do not start with a digit"
                     self._say("VT104", f"`{short(key)}` cannot be a name", self._doc.key(*here), note=note)
                 if isinstance(other, dict):
                     self.walk(item, other, here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from vtaps.runtime.trees import tree_for
 from vtaps.spec import engine_args
 from vtaps.spec.diagnostics import Diagnostic, has_errors, in_order
 from vtaps.spec.document import Document
+from vtaps.spec.files import path_in
 from vtaps.spec.models import find_config
 from vtaps.spec.parse import parse
 from vtaps.spec.plan import Plan
@@ -49,8 +51,9 @@ def check_file(path: str | Path) -> CheckResult:
     if doc is None:
         return CheckResult(in_order(found), _texts(None, found))
     tagged = {(d.span.line, d.span.column) for d in found if d.code == "VT008"}
-    broken = [*found, *(d for d in validate(doc) if (d.span.line, d.span.column) not in tagged)]
-    found = list(broken)
+    refused = validate(doc)
+    broken = [*found, *refused]
+    found += [d for d in refused if (d.span.line, d.span.column) not in tagged]
     if isinstance(doc.data, dict) and isinstance(doc.data.get("engine"), dict):
         vllm = doc.data["engine"].get("vllm")
         if isinstance(vllm, dict):
@@ -90,9 +93,10 @@ def _runs(path: Path, arm: str, read: str) -> KeptRows:
 
 
 def _tokenizer_folder(name: str, doc: Document) -> tuple[Path | None, list[Diagnostic]]:
-    path = doc.folder / Path(name).expanduser()
-    if path.is_dir():
-        return path, []
+    with suppress(OSError):  # find_config says what is wrong with it
+        path = path_in(doc.folder, name)
+        if path.is_dir():
+            return path, []
     return find_config(name, doc.folder, doc.at("model", "tokenizer"))
 
 
