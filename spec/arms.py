@@ -12,7 +12,7 @@ import numpy as np
 
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.document import Document
-from vtaps.spec.names import defined
+from vtaps.spec.names import MANY, defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit, PointGate
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Rows, compile_rows
@@ -141,7 +141,7 @@ def _axis(
                 f"the sweep path {axis.path!r} names nothing",
                 doc.key(*axis.where),
                 tuple(paths),
-                nearest(axis.path, paths),
+                nearest(axis.path, paths) if len(found) < MANY else None,
                 note,
             )
         )

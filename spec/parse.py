@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -44,51 +44,33 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
 SECTIONS = ("saes", "vectors", "taps", "reads", "gates", "edits", "overrides", "metrics", "prompts", "arms")
 
 T = TypeVar("T")
-Place = tuple[int, int]
-"""A line and a column."""
 
 
 def broken_paths(doc: Document, found: list[Diagnostic]) -> frozenset[NodePath]:
-    """The definitions (or whole top-level keys) that hold a finding of the schema.
-
-    What an alias repeats stands where its anchor is: a finding there is one of every definition that repeats it.
-    """
-    tops = [p for p in doc.values if 0 < len(p) <= 2 and (len(p) == 1 or p[0] in SECTIONS)]
-    stretches = {path: (_start(path, doc), _end(path, doc)) for path in tops}
-    repeated: dict[NodePath, set[tuple[Place, Place]]] = {}
-    for path in doc.values:
-        owner = path[: 2 if path[0] in SECTIONS else 1] if path else ()
-        if len(path) > len(owner) > 0:
-            start, end = _start(path, doc), _end(path, doc)
-            if not (stretches[owner][0] <= start and end <= stretches[owner][1]):
-                repeated.setdefault(owner, set()).add((start, end))
+    """The definitions (or whole top-level keys) in which a finding of the loader stands."""
     out: set[NodePath] = set()
     for d in found:
-        place = (d.span.line, d.span.column)
-        inside = [path for path, (start, end) in stretches.items() if start <= place < end]
-        also = [path for path, there in repeated.items() if any(start <= place < end for start, end in there)]
-        out.update({max(inside, key=len)} if inside else {()} if not also else ())
-        out.update(also)
+        inside = [
+            path
+            for path, span in doc.values.items()
+            if 0 < len(path) <= 2
+            and (len(path) == 1 or path[0] in SECTIONS)
+            and _start(path, doc) <= (d.span.line, d.span.column) < (span.end_line, max(span.end_column, 2))
+        ]
+        out.update({max(inside, key=len)} if inside else {()})
     return frozenset(out)
 
 
-def _start(path: NodePath, doc: Document) -> Place:
+def _start(path: NodePath, doc: Document) -> tuple[int, int]:
     span = doc.key(*path)
     return span.line, span.column
 
 
-def _end(path: NodePath, doc: Document) -> Place:
-    span = doc.values[path]
-    return span.end_line, max(span.end_column, 2)
-
-
-def parse(doc: Document, found: list[Diagnostic] | None = None) -> Spec | None:
-    """The spec of a document whose schema findings are ``found``; None where the root itself is not a mapping, the
-    model, engine or sampling sections cannot be used, or the spec is of another version, which no schema was held to.
-    """
-    if any(d.code == "VT106" for d in found or ()):
-        return None
-    broken = broken_paths(doc, found or [])
+def parse(doc: Document, found: list[Diagnostic] | None = None, refused: Iterable[NodePath] = ()) -> Spec | None:
+    """The spec of a document, of which the loader said ``found`` and the schema refused ``refused``
+    (:func:`vtaps.spec.schema.held`); None where the root itself is not a mapping or the model, engine or sampling
+    sections cannot be used."""
+    broken = broken_paths(doc, found or []) | {p if p and p[0] in SECTIONS else p[:1] for p in refused}
     data = doc.data
     if not isinstance(data, dict) or {("model",), ("engine",), ("sampling",)} & broken:
         return None

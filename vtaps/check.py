@@ -15,7 +15,7 @@ from vtaps.spec.models import find_config
 from vtaps.spec.parse import parse
 from vtaps.spec.plan import Plan
 from vtaps.spec.resolve import Context, resolve
-from vtaps.spec.schema import validate
+from vtaps.spec.schema import held
 from vtaps.spec.sources import KeptRows
 from vtaps.spec.spec import Spec
 from vtaps.spec.tokens import TokenizerError, Tokens
@@ -51,14 +51,14 @@ def check_file(path: str | Path) -> CheckResult:
     if doc is None:
         return CheckResult(in_order(found), _texts(None, found))
     tagged = {(d.span.line, d.span.column) for d in found if d.code == "VT008"}
-    refused = validate(doc)
-    broken = [*found, *refused]
-    found += [d for d in refused if (d.span.line, d.span.column) not in tagged]
+    loaded = list(found)
+    of_schema, refused = held(doc)
+    found += [d for d in of_schema if (d.span.line, d.span.column) not in tagged]
     if isinstance(doc.data, dict) and isinstance(doc.data.get("engine"), dict):
         vllm = doc.data["engine"].get("vllm")
         if isinstance(vllm, dict):
             found += engine_args.check(doc, ("engine", "vllm"), vllm)
-    spec = parse(doc, broken)
+    spec = None if refused is None else parse(doc, loaded, refused)
     if spec is None:
         return CheckResult(in_order(found), _texts(doc, found), doc)
     where = doc.at("model", "path")

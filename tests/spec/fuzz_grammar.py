@@ -4,6 +4,8 @@ engine arguments and sampling from the schemas.  A part of the draws is then ben
 Everything is drawn from one ``random.Random``, which hypothesis hands out (and shrinks) in tests.
 """
 
+# long because: one draw for each thing that the language has, a line or two each.
+
 from __future__ import annotations
 
 import json
