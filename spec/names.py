@@ -24,7 +24,7 @@ KINDS = {
 }
 
 
-MANY = 100
+MANY = 20
 """Past so many names that are not defined, the nearest one helps nobody and costs the most."""
 
 
@@ -87,7 +87,7 @@ def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
     used: dict[str, set[str]] = {section: set() for section in KINDS}
     meant: set[tuple[str, str | None]] = set()
     unknown = 0
-    known = {section: defined(spec, section) for section in KINDS}
+    known = {section: dict.fromkeys(sorted(defined(spec, section))) for section in KINDS}
     for section, name, where in uses(spec):
         names = known[section]
         if name in used[section] and name in names:
@@ -95,13 +95,13 @@ def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
         used[section].add(name)
         if name not in names:
             unknown += 1
-            close = nearest(name, sorted(names)) if unknown <= MANY else None
+            close = nearest(name, names) if unknown <= MANY else None
             meant.add((section, close))
             yield Diagnostic(
                 "VT210",
                 f"no {KINDS[section]} is named {name!r}",
                 doc.at(*where),
-                tuple(sorted(names)),
+                tuple(names),
                 close,
                 None if names else f"the spec has no `{section}:`",
             )

@@ -110,7 +110,7 @@ def test_a_thousand_names_that_mean_nothing(folder: Path) -> None:
     """The nearest of a thousand names is looked for a thousand times, in less time than a person waits."""
     edits = "edits:\n" + "".join(f'  edit_{i:05}: {{at: "embed", tokens: all, zero: {{}}}}\n' for i in range(1000))
     arms = "arms:\n" + "".join(f"  arm_{i}: {{edits: [edyt_{i:05}]}}\n" for i in range(1000))
-    found = found_in(folder, HEAD + edits + PROMPTS + arms, 20)
+    found = found_in(folder, HEAD + edits + PROMPTS + arms, 4)
     assert {d.code for d in found} == {"VT210"} and len(found) == 1000
 
 
@@ -151,7 +151,7 @@ def test_the_name_of_a_spec_is_text_in_its_block(name: str, folder: Path) -> Non
     assert {p.name for p in spec.parent.iterdir()} == {*names, spec.name, "data"}
 
 
-@pytest.mark.parametrize("match", ["\u2028", "\x85", "\n", "'''\"\"\"", "# x", "\\N{x}", "x" * 5000 + " y" * 600_000])
+@pytest.mark.parametrize("match", ["\u2028", "\x85", "\n", "'''\"\"\"", "# x", "\\N{x}", "x" * 5000 + " y" * 5000])
 def test_a_text_stays_inside_its_comment(match: str, folder: Path) -> None:
     import json
 
