@@ -88,6 +88,10 @@ soak: venv ## 2,000 requests drawn at random on each engine, every row held agai
 	@status=0; for mode in taps eager; do \
 	    $(BIN)/python -m tests.engine.soak --mode $$mode $(ARGS) || status=1; done; exit $$status
 
+.PHONY: fuzz
+fuzz: venv ## 10,000 drawn specs and 1,000 with slips through check and compile (5 minutes); ARGS="--seed 1" for others
+	@$(BIN)/python -m tests.spec.fuzz $(ARGS)
+
 .PHONY: lint
 lint: venv ## ruff: rules and layout
 	@$(BIN)/ruff check .

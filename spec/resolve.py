@@ -22,6 +22,7 @@ from vtaps.spec.columns import columns_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.everywhere import EVERYWHERE, Everywhere, everywhere
+from vtaps.spec.files import path_in
 from vtaps.spec.gates import check_gated, loads, plan_gate
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
@@ -86,10 +87,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     sae_digests, saes = check_saes(spec, edits, reads, tree, doc, found)
     outside |= sae_digests
     for group in spec.prompts.values():
-        if group.file is not None and (digest := _digest(doc.folder / Path(group.file.file).expanduser())):
+        if group.file is not None and (digest := _digest(doc.folder, group.file.file)):
             outside[group.file.file] = digest
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if digest := _digest(context.tokens.folder / name):
+        if digest := _digest(context.tokens.folder, name):
             outside[f"model:{name}"] = digest
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, prompts, doc, found)
@@ -151,9 +152,12 @@ def _known(items: dict[str, T | None]) -> dict[str, T]:
     return {name: item for name, item in items.items() if item is not None}
 
 
-def _digest(path: Path) -> str | None:
+def _digest(folder: Path, name: str) -> str | None:
     """Of a file's bytes, None where there is no such file."""
-    return digests.of_file(path) if path.is_file() else None
+    try:
+        return digests.of_file(path_in(folder, name))
+    except OSError:
+        return None
 
 
 def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tuple[Site, ...]:

@@ -63,8 +63,6 @@ def test_accepted(text: str) -> None:
         ("kv_cache_dtype: fp16", "VT502", "none of vLLM's choices"),
         ("max_lora_rank: 7", "VT502", "none of vLLM's choices"),
         ("speculative_config: {method: ngram}", "VT503", "not served"),
-        ("tensor_parallel_size: 2", "VT503", "not served"),
-        ("pipeline_parallel_size: 4", "VT503", "not served"),
         ("data_parallel_size: 0", "VT503", "not served"),
         ("enable_lora: true", "VT503", "not served"),
         ("async_scheduling: true", "VT503", "not served"),
