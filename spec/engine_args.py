@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "async_scheduling": (_on, "an override must replace a token before the next step is scheduled; leave it off"),
     "kv_transfer_config": (_set, _ELSEWHERE),
     "kv_offloading_size": (_on, _OFFLOADED),
-    "enable_lora": (_on, "no prompt or arm names an adapter in this version; merge it into the weights and serve that model"),
+    "enable_lora": (_on, "no prompt or arm can name an adapter; merge it into the weights and serve those"),
     "tensor_parallel_size": (_not_one, _ONE_PROCESS),
     "pipeline_parallel_size": (_not_one, _ONE_PROCESS),
     "data_parallel_size": (_not_one, _ONE_PROCESS),
