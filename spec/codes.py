@@ -112,6 +112,9 @@ CODES: dict[str, Code] = {
     "VT503": Code("a vLLM setting that does not go with this engine"),
     "VT504": Code("this vLLM is not known"),
     "VT505": Code("a forward is not the one that was compiled for"),
+    "VT506": Code("a vLLM setting that nobody has proved"),
+    "VT507": Code("the rows of a quantised model may not stay apart", "warning"),
+    "VT508": Code("a lens on a quantised unembedding"),
     # 6xx run time
     "VT601": Code("a worker runs without the block"),
     "VT602": Code("rows fired differ from rows expected"),

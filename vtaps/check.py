@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vtaps.runtime.trees import tree_for
-from vtaps.spec import engine_args
+from vtaps.spec import engine_args, quantised
 from vtaps.spec.diagnostics import Diagnostic, has_errors, in_order
 from vtaps.spec.document import Document
 from vtaps.spec.files import path_in
@@ -69,6 +69,7 @@ def check_file(path: str | Path) -> CheckResult:
     if folder is not None:
         tree, problems = tree_for(folder, spec.model.dtype, where)
         found += problems
+        found += quantised.check(spec, doc, folder)
         if spec.model.tokenizer is not None:
             tokenizer_folder, problems = _tokenizer_folder(spec.model.tokenizer, doc)
             found += problems
