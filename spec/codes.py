@@ -100,6 +100,7 @@ CODES: dict[str, Code] = {
     "VT351": Code("what a rank has of it is not known"),
     "VT352": Code("it needs whole rows, and a rank has parts"),
     "VT353": Code("it would cross pipeline stages"),
+    "VT354": Code("the heads do not divide among the ranks"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),

@@ -49,6 +49,10 @@ def _not_one(value: Any) -> bool:
     return bool(value != 1)
 
 
+def _below_one(value: Any) -> bool:
+    return bool(value < 1)
+
+
 # Settings that vLLM takes and neither engine does: (whether the value is one of them, why).
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "speculative_config": (_set, _SPECULATIVE),
@@ -60,6 +64,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_transfer_config": (_set, _ELSEWHERE),
     "kv_offloading_size": (_on, _OFFLOADED),
     "enable_lora": (_on, "no prompt or arm can name an adapter; merge it into the weights and serve those"),
+    "tensor_parallel_size": (_below_one, "ranks are counted from 1"),
+    "pipeline_parallel_size": (_below_one, "stages are counted from 1"),
     "data_parallel_size": (_not_one, _ONE_PROCESS),
     "prefill_context_parallel_size": (_not_one, _ONE_PROCESS),
     "decode_context_parallel_size": (_not_one, _ONE_PROCESS),

@@ -32,7 +32,7 @@ _COMPUTED = """
 """
 _WORKERS = """
     cpu_distributed_timeout_seconds device_ids disable_custom_all_reduce distributed_timeout_seconds master_addr
-    master_port numa_bind numa_bind_cpus numa_bind_nodes pipeline_parallel_size tensor_parallel_size
+    master_port numa_bind numa_bind_cpus numa_bind_nodes
 """
 _WITHOUT_IMAGES = """
     allowed_local_media_path allowed_media_domains interleave_mm_strings language_model_only limit_mm_per_prompt

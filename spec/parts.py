@@ -115,10 +115,15 @@ def check_parts(
     doc: Document,
     found: list[Diagnostic],
 ) -> frozenset[str]:
-    """The names of the sites of which each of ``count`` ranks has some columns; VT350 to VT352 for what several ranks
+    """The names of the sites of which each of ``count`` ranks has some columns; VT350 to VT352 and VT354 for what several ranks
     do not serve."""
     parted: set[str] = set()
-    if count == 1:
+    if count <= 1:
+        return frozenset()
+    size = tree.dimensions
+    if size.heads % count or (size.kv_heads % count and count % size.kv_heads):
+        said = f"{size.heads} attention heads and {size.kv_heads} of keys and values do not divide among {count} ranks"
+        found.append(Diagnostic("VT354", said, doc.at("engine", "vllm", "tensor_parallel_size")))
         return frozenset()
 
     def at(sites: tuple[Site, ...], where: NodePath, needs: str | None) -> None:

@@ -49,7 +49,7 @@ def check_stages(
 ) -> None:
     """VT353 for a location that no one of ``count`` stages is known to serve, and for a gate or a lens that would need
     another stage's rows within a step."""
-    if count == 1:
+    if count <= 1:
         return
     if count > tree.dimensions.layers:
         size = doc.at("engine", "vllm", "pipeline_parallel_size")

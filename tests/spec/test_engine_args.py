@@ -70,6 +70,8 @@ def test_accepted(text: str) -> None:
         ("max_lora_rank: 7", "VT502", "none of vLLM's choices"),
         ("speculative_config: {method: ngram}", "VT503", "not served"),
         ("data_parallel_size: 0", "VT503", "not served"),
+        ("tensor_parallel_size: 0", "VT503", "not served"),
+        ("pipeline_parallel_size: -1", "VT503", "not served"),
         ("enable_lora: true", "VT503", "not served"),
         ("async_scheduling: true", "VT503", "not served"),
         ("runner: pooling", "VT503", "not served"),
@@ -121,7 +123,7 @@ def test_every_argument_is_served_owned_or_refused_off_its_default() -> None:
     assert SERVED | set(VALUES) <= set(known)
     assert not SERVED & (set(VALUES) | set(OWNED) | set(REFUSED))
     assert sum(map(len, KINDS.values())) == len(SERVED)
-    other = {"boolean": [True, False], "integer": [7], "number": [7.5], "string": ["other"], "array": [["other"]],
+    other = {"boolean": [True, False], "integer": [7, 0], "number": [7.5], "string": ["other"], "array": [["other"]],
              "object": [{"other": 1}]}  # fmt: skip
     for name, rule in known.items():
         if name in SERVED or name in OWNED:
