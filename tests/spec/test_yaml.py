@@ -190,9 +190,9 @@ def test_refused(text: str, code: str) -> None:
 def test_an_alias_bomb_is_refused_at_once() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert codes("\n".join(lines)) == ["VT005"]
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 1.5
 
 
 def test_aliases_may_not_nest_deeper_than_brackets() -> None:
