@@ -291,14 +291,14 @@ class Boards:
         first call makes the memory."""
         memory = next((m for sites, m in ring.groups if sites == (site,)), None)
         if memory is None:
-            memory = torch.zeros((ring.slots, 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
-            ring.add((site,), memory)
-            allowed, taken = self.program.tap_memory, ring.slots * ring.row_bytes
+            allowed, taken = self.program.tap_memory, ring.slots * (ring.row_bytes + rows[:1].nbytes)
             if self.program.mode != "eager" and allowed is not None and taken > allowed:
                 raise TableError(
                     f"read {ring.read}: {ring.slots} slots of what its function gives take {taken} bytes, and "
                     f"engine.tap_memory allows {allowed}; lower max_num_seqs or max_num_batched_tokens"
                 )
+            memory = torch.zeros((ring.slots, 1, *rows.shape[1:]), dtype=rows.dtype, device=self.device)
+            ring.add((site,), memory)
         memory[start : start + len(rows), 0] = rows
 
     def adopt(self, other: Boards) -> None:

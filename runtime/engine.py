@@ -19,19 +19,20 @@ from safetensors.numpy import save
 from vtaps.runtime.arguments import engine_arguments as engine_arguments
 from vtaps.runtime.compat.breaks import splitting
 from vtaps.runtime.compat.frontend import Frontend, Output, environment, quiet
+from vtaps.runtime.ended import Ended, asked_of, ended_as, fault_of, lines_of
 from vtaps.runtime.errors import EngineError as EngineError
 from vtaps.runtime.errors import RequestError as RequestError
 from vtaps.runtime.errors import one_line as one_line
-from vtaps.runtime.forward_text import changed
-from vtaps.runtime.lockfile import parse_program
+from vtaps.runtime.faults import DEVICE, device_words, of_device, said
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
 from vtaps.runtime.merging import Merging
 from vtaps.runtime.pattern import attended, with_patterns
 from vtaps.runtime.prefix import Prefix
 from vtaps.runtime.program import LockError, Program
-from vtaps.runtime.records import Completion, Finished, Request
+from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.spool import machine_memory
+from vtaps.runtime.starting import install, known_vllm, served, start
 from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
@@ -43,7 +44,6 @@ from vtaps.spec.slots import ITEM_BYTES
 
 Sampling = Callable[[Request], Mapping[str, Any]]
 Progress = Callable[[str], None]
-Ended = tuple[str, tuple[Output, ...]]
 
 EXTENSION = "vtaps.runtime.worker.WorkerExtension"
 
@@ -53,7 +53,7 @@ def plain_engine(
 ) -> Frontend:
     """The same vLLM without vtaps: the reference of tests and benchmarks.  Raises EngineError."""
     quiet()
-    return _start(engine_arguments(lock, lock_folder, eager=eager), in_process=in_process)
+    return start(engine_arguments(lock, lock_folder, eager=eager), in_process=in_process)
 
 
 class Engine:
@@ -80,10 +80,11 @@ class Engine:
         host_memory: int | None = None,
     ) -> None:
         started = time.monotonic()
-        _known_vllm()
+        known_vllm()
         quiet()
-        self.program = _served(lock, lock_folder)
-        self._prefix = Prefix(self.program)
+        self.program = served(lock, lock_folder)
+        self._prefix, self._lines = Prefix(self.program), lines_of(lock)
+        self._over: EngineError | None = None
         self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
         predicted_bytes = self._predicted(lock) if self.program.mode == "taps" else 0
@@ -106,10 +107,10 @@ class Engine:
         try:
             with environment(**{MANIFEST: str(self._manifest)}):
                 # vLLM loads plug-ins once a process; a plain engine may have been first.
-                self._faults = _install(self._manifest)
+                self._faults = install(self._manifest)
                 tell("starting the engine")
                 with splitting(any(site.mode == "break" for site in self.program.sites.values())):
-                    self._frontend = _start(args, in_process=in_process, faults=self._faults)
+                    self._frontend = start(args, in_process=in_process, faults=self._faults)
             self.workers = self._handshake()
             self._learn(self.program, self.workers)
             self.proof = self._prove(tell) if self.program.mode == "taps" else {}
@@ -158,7 +159,7 @@ class Engine:
         Nothing is compiled or captured.  Raises EngineError (VT607) for a lock of another structure, another engine or
         another model, and leaves the engine as it was.
         """
-        program = _served(lock, lock_folder)
+        program = served(lock, lock_folder)
         model, asked = (lock["model"], (lock.get("engine") or {}).get("vllm")), self._asked
         if model != asked:
             raise EngineError("VT607", "the lock is for another model or other arguments of vLLM; start another engine")
@@ -168,7 +169,7 @@ class Engine:
             if answer:
                 raise EngineError("VT607", f"worker {rank}: {answer}")
         self._learn(program, self._call("vtaps_handshake"))
-        self.program, self._prefix = program, Prefix(program)
+        self.program, self._prefix, self._lines = program, Prefix(program), lines_of(lock)
 
     def patch(self, edit: str, first: int, rows: Mapping[str, Any]) -> None:
         """Fill the slots ``first …`` that an edit sets rows from; ``rows``: site → ``[n, width]`` in the model's dtype,
@@ -227,15 +228,18 @@ class Engine:
         self,
         requests: Iterable[Request],
         sampling_of: Sampling,
-        refused: Callable[[RequestError], None] | None = None,
+        failed: Callable[[RequestError], None] | None = None,
     ) -> Iterator[Finished]:
         """Serve requests, in the order in which they finish; at most three times ``max_num_seqs`` are alive at once.
 
         At the end every worker's count of launches must be what its steps needed.
 
-        A request that is refused (VT603, VT606) goes to ``refused``, or is raised where there is no such callback;
-        a fault in a worker ends the run (EngineError VT603): nothing goes out unedited.
+        A request that is refused before it is scheduled (VT603, VT606), or fails while it is served (VT620 to VT623),
+        goes to ``failed``, or is raised where there is no such callback; the others, and the engine, go on.  What is no
+        request's own ends the engine: EngineError, VT624 of a device that failed, else VT603.
         """
+        self._alive()
+        failed = failed or _raised
         waiting = iter(requests)
         # vLLM in this process starts a step and waits for the one before.  While the device computes it, what ended
         # before is collected, and requests are added that have no room in it.
@@ -243,7 +247,7 @@ class Engine:
         step_tokens = self.report["max_num_batched_tokens"] if ahead else OPEN
         window = (3 if ahead else 2) * int(self.report["max_num_seqs"])
         live: dict[str, tuple[Request, str]] = {}
-        ended: list[Ended] = []
+        ended: list[tuple[str, tuple[Output, ...]]] = []
         exhausted = False
         try:
             while True:
@@ -257,72 +261,69 @@ class Engine:
                         try:
                             if request.key in live:
                                 raise RequestError("VT606", "its key is alive already", request.key)
-                            live[request.key] = (request, self._add(request, sampling_of(request)))
+                            live[request.key] = (request, self._add(request, sampling_of))
                             added += len(request.prompt_token_ids)
                         except RequestError as error:
-                            if refused is None:
-                                raise
-                            refused(error)
+                            failed(error)
                     if not live:
                         self._call("vtaps_verify")
                         return
                     ended = self._guard(self._frontend.step)
-                except Exception:
+                except Exception as error:
                     with suppress(EngineError):  # what ended before is whole
-                        yield from self._delivered(due, live)
+                        yield from self._delivered(due, live, failed)
+                    if isinstance(error, EngineError) and not isinstance(error, RequestError):
+                        self._over = error  # what was scheduled and what was computed do not agree any more
                     raise
                 if not (ahead and self._frontend.busy()):
                     due, ended = due + ended, []
-                yield from self._delivered(due, live)
+                yield from self._delivered(due, live, failed)
         finally:
             if live:
                 self._give_up(live)
 
-    def _delivered(self, ended: list[Ended], live: dict[str, tuple[Request, str]]) -> Iterator[Finished]:
-        for done in self._collect([(live[key][0], outputs) for key, outputs in ended]) if ended else ():
-            del live[done.request.key]
-            yield done
+    def _delivered(
+        self,
+        ended: list[tuple[str, tuple[Output, ...]]],
+        live: dict[str, tuple[Request, str]],
+        failed: Callable[[RequestError], None],
+    ) -> Iterator[Finished]:
+        """What has ended and is whole; what failed goes to ``failed`` after it."""
+        found = self._collect([(live[key][0], outputs) for key, outputs in ended]) if ended else []
+        for key, _ in ended:
+            del live[key]
+        yield from (done for done in found if isinstance(done, Finished))
+        for error in found:
+            if isinstance(error, RequestError):
+                failed(error)
 
-    def _add(self, request: Request, sampling: Mapping[str, Any]) -> str:
-        asked: dict[str, Any] = {"key": request.key, "arm": request.arm, "point": request.point}
-        if request.matches:
-            asked["matches"] = {text: [list(s) for s in spans] for text, spans in request.matches.items()}
-        if request.turns:
-            asked["turns"] = [list(turn) for turn in request.turns]
-        if request.patches:
-            told = request.patches.items()
-            asked["patches"] = {n: {"first": at, "positions": [list(r) for r in ranges]} for n, (at, ranges) in told}
+    def _add(self, request: Request, sampling_of: Sampling) -> str:
         try:
-            # What the worker would refuse is refused here, where it costs one request and not the engine.
+            # What the worker would refuse is refused here, before it costs a step.
+            asked = asked_of(request)
             compiled = self.program.compile(request.arm, request.point, len(request.prompt_token_ids), asked)
             if self.report["prefix_caching"]:
                 asked["kv"] = self._prefix.said(compiled, request.prompt_token_ids, secrets.token_hex(8))
+            sampling = sampling_of(request)
+        except Exception as error:
+            known = isinstance(error, LockError | ValueError | TypeError)
+            raise RequestError("VT603", one_line(error) if known else said(error), request.key) from error
+        try:
             return self._frontend.add(request.key, request.prompt_token_ids, sampling, asked)
-        except (LockError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise RequestError("VT603", one_line(error), request.key) from error
+        except Exception as error:
+            raise self._ended(error) from error
 
-    def _collect(self, finished: list[tuple[Request, tuple[Output, ...]]]) -> list[Finished]:
-        wanted = [(r.key, o.index, len(o.token_ids)) for r, outputs in finished for o in outputs]
-        answers = self._call("vtaps_collect", wanted, os.getpid(), self._folders.held)
+    def _collect(self, ended: list[Ended]) -> list[Finished | RequestError]:
+        told = {r.key for r, outputs in ended if fault_of(outputs) is not None}
+        wanted = [(r.key, o.index, len(o.token_ids)) for r, outputs in ended if r.key not in told for o in outputs]
+        answers = self._call("vtaps_collect", wanted, os.getpid(), self._folders.held) if wanted else []
         records = self._merging.records([self._guard(partial(self._folders.records, one)) for one in answers])
+        if told:
+            self._call("vtaps_forget", list(told))
         records = {k: with_patterns(r, self.program.patterns, self._attention) for k, r in records.items()}
-        return [
-            Finished(
-                request,
-                tuple(
-                    Completion(
-                        index=o.index,
-                        token_ids=o.token_ids,
-                        text=o.text,
-                        finish_reason=o.finish_reason,
-                        record=records[request.key, o.index],
-                        logprobs=o.logprobs,
-                    )
-                    for o in outputs
-                ),
-            )
-            for request, outputs in finished
-        ]
+        return [ended_as(request, outputs, records, self._lines) for request, outputs in ended]
 
     def _give_up(self, live: Mapping[str, tuple[Request, str]]) -> None:
         try:
@@ -336,11 +337,19 @@ class Engine:
         return answers
 
     def _guard(self, work: Callable[[], Any]) -> Any:
+        self._alive()
         try:
             return work()
         except Exception as error:
-            told = self._faults()
-            raise EngineError("VT603", told[0] if told else one_line(error)) from error
+            raise self._ended(error) from error
+
+    def _alive(self) -> None:
+        if self._over is not None:
+            raise EngineError(self._over.code, f"the engine has ended: {self._over.message}")
+
+    def _ended(self, error: Exception) -> EngineError:
+        told = next(iter(self._faults()), one_line(error))
+        return EngineError(DEVICE if of_device(error) or device_words(told) else "VT603", told)
 
     def close(self) -> None:
         """Stop the engine and its workers.  Safe to call twice."""
@@ -352,38 +361,5 @@ class Engine:
         self._folders.close()
 
 
-def _known_vllm() -> None:
-    found = vllm_version.installed()
-    if found is None:
-        raise EngineError("VT504", "vLLM is not installed; `vtaps doctor` says how to")
-    if not vllm_version.supported(found[1]):
-        raise EngineError("VT504", f"{found[0]} {found[1]} is not known; {vllm_version.VLLM_RANGE} is")
-
-
-def _served(lock: Mapping[str, Any], folder: Path) -> Program:
-    try:
-        program = parse_program(lock, folder)
-    except LockError as error:
-        raise EngineError("VT607", f"the lock cannot be served: {error}") from error
-    if (told := changed(program)) is not None:
-        raise EngineError("VT505", told)
-    return program
-
-
-def _install(manifest: Path) -> Callable[[], list[str]]:
-    from vtaps.runtime.compat import vllm_0_32
-
-    vllm_0_32.faults(manifest)
-    try:
-        vllm_0_32.install()
-    except RuntimeError as error:
-        raise EngineError("VT504", str(error)) from error
-    return lambda: vllm_0_32.faults(manifest)
-
-
-def _start(args: Mapping[str, Any], *, in_process: bool, faults: Callable[[], list[str]] = lambda: []) -> Frontend:
-    try:
-        return Frontend(args, in_process=in_process)
-    except Exception as error:
-        told = faults()
-        raise EngineError("VT607", told[0] if told else one_line(error)) from error
+def _raised(error: RequestError) -> None:
+    raise error

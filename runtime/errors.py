@@ -13,11 +13,16 @@ class EngineError(Exception):
 
 
 class RequestError(EngineError):
-    """One request is refused before it is scheduled; the others go on."""
+    """One request is refused before it is scheduled, or fails while it is served; the others go on.
 
-    def __init__(self, code: str, message: str, key: str) -> None:
+    ``definition``: the edit or read that failed, ``edits.NAME`` or ``reads.NAME``, and ``line`` its line in the spec;
+    "" and None where none did, or where the lock has no lines.
+    """
+
+    def __init__(self, code: str, message: str, key: str, definition: str = "", line: int | None = None) -> None:
         super().__init__(code, f"request {key}: {message}")
-        self.key = key
+        self.reason = message
+        self.key, self.definition, self.line = key, definition, line
 
 
 def one_line(error: BaseException) -> str:

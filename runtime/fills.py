@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,25 @@ class Fill:
         """Whether each request has one row."""
         return len(self.rows) == len(self.lives)
 
+    def sound(self) -> Fill | None:
+        """Without the requests that have failed; None where nothing is left."""
+        left = np.array([live.fault is None for live in self.lives])
+        if not left.any():
+            return None
+        counts = np.diff(self.bounds)
+        rows = np.repeat(left, counts)
+        return replace(
+            self,
+            rows=self.rows[rows],
+            positions=self.positions[rows],
+            lives=tuple(live for live in self.lives if live.fault is None),
+            bounds=np.concatenate([[0], np.cumsum(counts[left])]),
+            before=self.before[left],
+            points=None if self.points is None else self.points[rows],
+            slots=None if self.slots is None else self.slots[rows],
+            placed={},
+        )
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         edges = self.bounds.tolist()
@@ -69,6 +88,24 @@ class MetricFill:
     rows: Ints
     lives: tuple[Live, ...]
     positions: tuple[int, ...]
+
+    def sound(self) -> MetricFill | None:
+        """Without the requests that have failed; None where nothing is left."""
+        left = [i for i, live in enumerate(self.lives) if live.fault is None]
+        lives, positions = tuple(self.lives[i] for i in left), tuple(self.positions[i] for i in left)
+        return MetricFill(self.name, self.rows[left], lives, positions) if left else None
+
+
+def lives_of(fills: Iterable[Fill | MetricFill]) -> list[Live]:
+    """The requests that have a row in any of ``fills``, each once."""
+    return list({id(live): live for fill in fills for live in fill.lives}.values())
+
+
+F = TypeVar("F", Fill, MetricFill)
+
+
+def _sound(fills: Sequence[F]) -> tuple[F, ...]:
+    return tuple(left for fill in fills if (left := fill.sound()) is not None)
 
 
 @dataclass(frozen=True)
@@ -100,6 +137,25 @@ class StepPlan:
         """Its reads of what is sampled."""
         return tuple(fill for fill in self.sampled_reads if SAMPLES in fill.sites)
 
+    @property
+    def lives(self) -> list[Live]:
+        """The requests that it acts on."""
+        own = lives_of((*self.edits, *self.reads, *self.sampled_edits, *self.sampled_reads, *self.metrics))
+        return list({id(live): live for live in (*own, *(live for _, live, _ in self.speakers))}.values())
+
+    def sound(self) -> StepPlan | None:
+        """Without the requests that have failed; None where nothing is left."""
+        left = replace(
+            self,
+            edits=_sound(self.edits),
+            reads=_sound(self.reads),
+            sampled_edits=_sound(self.sampled_edits),
+            sampled_reads=_sound(self.sampled_reads),
+            metrics=_sound(self.metrics),
+            speakers=tuple(s for s in self.speakers if s[1].fault is None),
+        )
+        return left if left.lives else None
+
     def replacements(self, shift: int = 0) -> list[Replacement]:
         out = []
         for number, live, first in self.speakers:
@@ -130,6 +186,13 @@ class Found:
         self.counts.append(count)
         self.points.append(point)
 
+    def drop_failed(self) -> None:
+        """Forget what was selected of requests that have failed."""
+        kept = [i for i, live in enumerate(self.lives) if live.fault is None]
+        every: tuple[list[Any], ...] = (self.lives, self.positions, self.rows, self.counts, self.points)
+        for of in every:
+            of[:] = [of[i] for i in kept]
+
     def add_all(self, live: Live, positions: Ints, shift: int, point: int = 0) -> None:
         """``positions``, in rows ``shift`` further."""
         if len(positions) == 1:
@@ -142,7 +205,7 @@ class Found:
         """Raises TableError for rows that are not sorted, and for one of ``put`` that is in no slot."""
         rows, positions = _joined(self.rows, self.counts), _joined(self.positions, self.counts)
         if len(rows) > 1 and not np.all(np.diff(rows) > 0):
-            raise TableError(f"{name}: the rows of a step are not sorted and unique")
+            raise TableError(f"{name}: the rows of a step are not sorted and unique", self.lives)
         points, before = None, np.zeros(len(self.lives), np.int64)
         if edit:
             points = np.repeat(np.array(self.points, np.int32), self.counts)
@@ -160,7 +223,8 @@ class Found:
             patch = part.live.patches.get(name)
             slots = None if patch is None else patch.slots(part.positions)
             if slots is None:
-                raise TableError(f"{name}: request {part.live.key[0]!r} has no source for its rows")
+                told = f"{name}: request {part.live.key[0]!r} has no source for its rows"
+                raise TableError(told, [part.live])
             found.append(slots)
         return np.concatenate(found).astype(np.int32) + 1
 
@@ -176,6 +240,33 @@ class Found:
             if (number := sampled_rows.get(row)) is not None:
                 out.add(live, position, number, count, point)
         return out
+
+
+@dataclass
+class Selected:
+    """What a step selects: edit or read → rows; metric → (number in the batch, request, position); see
+    :class:`StepPlan` for ``speakers``."""
+
+    edits: dict[str, Found] = field(default_factory=dict)
+    reads: dict[str, Found] = field(default_factory=dict)
+    metrics: dict[str, list[tuple[int, Live, int]]] = field(default_factory=dict)
+    speakers: list[tuple[int, Live, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.edits or self.reads or self.metrics or self.speakers)
+
+    def drop_failed(self) -> None:
+        """Forget what was selected of requests that have failed."""
+        for entries in (self.edits, self.reads):
+            for name, found in list(entries.items()):
+                found.drop_failed()
+                if not found.lives:
+                    del entries[name]
+        for name, measured in list(self.metrics.items()):
+            self.metrics[name] = [m for m in measured if m[1].fault is None]
+            if not self.metrics[name]:
+                del self.metrics[name]
+        self.speakers[:] = [s for s in self.speakers if s[1].fault is None]
 
 
 def _joined(pieces: list[Any], counts: list[int]) -> Ints:

@@ -22,9 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vtaps.runtime.faults import of_device
 from vtaps.runtime.fills import Fill
 from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import LocationProgram
+from vtaps.runtime.live import Live
 from vtaps.runtime.program import LockError, Program, SiteEntry
 from vtaps.spec import digests
 
@@ -48,6 +50,10 @@ class At:
 
 class FunctionFault(Exception):
     """The function failed or gave back something else; the message names its file and line."""
+
+
+Failed = list[tuple[Live, FunctionFault]]
+"""Requests for which a function failed, and how."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +111,28 @@ class Function:
 @dataclass(frozen=True)
 class _Chosen:
     """The rows of a plan's fill at one location, a range where they follow each other: the same in each of its steps,
-    ``shift`` positions later."""
+    ``shift`` positions later.  ``owners`` ``[n]``: whose each is, by its place in the fill; ``numbers`` ``[n]``: the
+    rows, and ``among`` ``[n]``: their places in the fill."""
 
     fill: weakref.ref[Fill]
     rows: Tensor | slice
+    numbers: npt.NDArray[np.int64]
+    among: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
     requests: tuple[str, ...]
 
     def at(self, site: SiteEntry, shift: int) -> At:
         return At(site.name, site.module, site.input, site.layer, self.positions + shift, self.requests)
+
+    def only(self, owners: Sequence[int], device: torch.device) -> _Chosen:
+        """The rows of some of the requests."""
+        mine = np.isin(self.owners, owners)
+        numbers = self.numbers[mine]
+        keys = tuple(key for key, kept in zip(self.requests, mine, strict=True) if kept)
+        return _Chosen(
+            self.fill, _rows(numbers, device), numbers, self.among[mine], self.positions[mine], self.owners[mine], keys
+        )
 
 
 class Functions:
@@ -149,30 +168,34 @@ class Functions:
         residual: Tensor | None,
         site: SiteEntry,
         place: LocationProgram,
-    ) -> None:
+    ) -> Failed:
         """Let ``edit`` change its rows of ``x`` ``[rows, columns]`` at a location, in place: those of the step's
         ``fills``, ``shift`` steps after they were planned.  Of a pair the whole stream goes to ``x``, and the residual
         of those rows becomes 0.
 
-        Raises FunctionFault.
+        Returns the requests that failed, whose rows stay as they are.  Raises FunctionFault where the device failed.
         """
         fill = next((f for f in fills if f.name == edit), None)
         if fill is None or fill.points is None:
-            return
+            return []
         known = self._chosen.get((edit, site.name))
         if known is None or known.fill() is not fill:
             known = self._chosen[edit, site.name] = self._choose(edit, fill, site.name, x.device)
-        rows = known.rows
-        if not len(known.positions):
-            return
-        hidden, rest, stream = _stream(x, residual, rows, place)
-        given = self._of["edits", edit](stream, known.at(site, shift))
-        if isinstance(rows, slice):
-            hidden[rows].copy_(given)
-        else:
-            hidden.index_copy_(0, rows, given)
-        if rest is not None:
-            rest[rows].zero_() if isinstance(rows, slice) else rest.index_fill_(0, rows, 0.0)
+
+        def change(chosen: _Chosen) -> Tensor:
+            return self._of["edits", edit](_stream(x, residual, chosen.rows, place), chosen.at(site, shift))
+
+        done, given, failed = self._each(change, known, fill, x.device)
+        if done is not None and given is not None:
+            rows = done.rows
+            hidden, rest = _halves(x, residual, place)
+            if isinstance(rows, slice):
+                hidden[rows].copy_(given)
+            else:
+                hidden.index_copy_(0, rows, given)
+            if rest is not None:
+                rest[rows].zero_() if isinstance(rows, slice) else rest.index_fill_(0, rows, 0.0)
+        return failed
 
     def read(
         self,
@@ -183,28 +206,68 @@ class Functions:
         residual: Tensor | None,
         site: SiteEntry,
         place: LocationProgram,
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Failed]:
         """What ``read`` keeps of the rows of its fill at a location, in their order, ``[n, …]``: of the shape and dtype
         that its first call there gave.  None where the step has no row for it; the rest as in :meth:`run`.
 
-        Raises FunctionFault.
+        Rows of requests that failed are zero: nobody gets them.
         """
         fill = next((f for f in fills if f.name == read), None)
         if fill is None:
-            return None
+            return None, []
         known = self._chosen.get((read, ""))
         if known is None or known.fill() is not fill:
             known = self._chosen[read, ""] = _of_fill(fill, np.ones(len(fill.rows), bool), x.device)
-        _, _, stream = _stream(x, residual, known.rows, place)
         function = self._of["reads", read]
-        kept = function.kept(stream, known.at(site, shift))
-        shape, dtype = list(kept.shape[1:]), kept.dtype
-        first, kind = self._first.setdefault((read, site.name), (shape, dtype))
-        if (shape, dtype) != (first, kind):
-            raise FunctionFault(
-                f"{function.name} gave back {_name(dtype)} {shape} a row, after {_name(kind)} {first} in its first call"
-            )
-        return kept
+
+        def keep(chosen: _Chosen) -> Tensor:
+            kept = function.kept(_stream(x, residual, chosen.rows, place), chosen.at(site, shift))
+            shape, dtype = list(kept.shape[1:]), kept.dtype
+            first, kind = self._first.setdefault((read, site.name), (shape, dtype))
+            if (shape, dtype) != (first, kind):
+                told = f"{_name(dtype)} {shape} a row, after {_name(kind)} {first} in its first call"
+                raise FunctionFault(f"{function.name} gave back {told}")
+            return kept
+
+        done, kept, failed = self._each(keep, known, fill, x.device)
+        if done is None or kept is None or len(done.among) == len(fill.rows):
+            return kept, failed
+        whole = kept.new_zeros((len(fill.rows), *kept.shape[1:]))
+        whole[torch.from_numpy(done.among).to(kept.device)] = kept
+        return whole, failed
+
+    def _each(
+        self, call: Callable[[_Chosen], Tensor], known: _Chosen, fill: Fill, device: torch.device
+    ) -> tuple[_Chosen | None, Tensor | None, Failed]:
+        """What ``call`` gives, and for which rows; the requests for which it fails.
+
+        Which requests come together is the scheduler's choice.  Where a call fails that is for several it is made again
+        for each alone, and then for those for which it did not fail, as it would have been without the others.  What
+        fails for all of them together and for none alone is the failure of each.
+        """
+        if not len(known.positions):
+            return None, None, []
+        try:
+            return known, call(known), []
+        except FunctionFault as error:
+            first = _of_a_request(error)
+        # What is chosen for failed requests is chosen anew, without them.
+        self._chosen.clear()
+        owners = [int(o) for o in np.unique(known.owners)]
+        failed: dict[int, FunctionFault] = {}
+        for owner in owners if len(owners) > 1 else ():
+            try:
+                call(known.only([owner], device))
+            except FunctionFault as error:
+                failed[owner] = _of_a_request(error)
+        sound = [owner for owner in owners if owner not in failed]
+        if failed and sound:
+            rest = known.only(sound, device)
+            try:
+                return rest, call(rest), [(fill.lives[owner], error) for owner, error in failed.items()]
+            except FunctionFault as error:
+                first = _of_a_request(error)
+        return None, None, [(fill.lives[owner], failed.get(owner, first)) for owner in owners]
 
     def _choose(self, edit: str, fill: Fill, site: str, device: torch.device) -> _Chosen:
         # A sweep may turn the edit off at some of its locations.
@@ -213,10 +276,20 @@ class Functions:
         return _of_fill(fill, chosen, device)
 
 
+def _of_a_request(error: FunctionFault) -> FunctionFault:
+    """Raises what is the device's."""
+    if of_device(error):
+        raise error
+    return error
+
+
 def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) -> _Chosen:
-    owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))[chosen]
+    owners = np.repeat(np.arange(len(fill.lives)), np.diff(fill.bounds))
+    chosen = chosen & np.array([live.fault is None for live in fill.lives], bool)[owners]
+    owners, numbers = owners[chosen], fill.rows[chosen]
     keys = tuple(fill.lives[i].key[0] for i in owners.tolist())
-    return _Chosen(weakref.ref(fill), _rows(fill.rows[chosen], device), fill.positions[chosen], keys)
+    among = np.flatnonzero(chosen)
+    return _Chosen(weakref.ref(fill), _rows(numbers, device), numbers, among, fill.positions[chosen], owners, keys)
 
 
 def _rows(found: npt.NDArray[np.int64], device: torch.device) -> Tensor | slice:
@@ -227,17 +300,20 @@ def _rows(found: npt.NDArray[np.int64], device: torch.device) -> Tensor | slice:
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
-def _stream(
-    x: Tensor, residual: Tensor | None, rows: Tensor | slice, place: LocationProgram
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A location's columns of both halves, and a copy of the sum at ``rows``, rounded once."""
+def _halves(x: Tensor, residual: Tensor | None, place: LocationProgram) -> tuple[Tensor, Tensor | None]:
+    """A location's columns of both halves; None where there is but one."""
     cut = slice(place.first, place.first + place.width)
-    hidden, rest = x[:, cut], None if residual is None or residual is x else residual[:, cut]
+    return x[:, cut], None if residual is None or residual is x else residual[:, cut]
+
+
+def _stream(x: Tensor, residual: Tensor | None, rows: Tensor | slice, place: LocationProgram) -> Tensor:
+    """A copy of the sum of both halves at ``rows``, rounded once."""
+    hidden, rest = _halves(x, residual, place)
     own = hidden[rows] if isinstance(rows, slice) else hidden.index_select(0, rows)
     if rest is None:
-        return hidden, None, own.clone() if isinstance(rows, slice) else own
+        return own.clone() if isinstance(rows, slice) else own
     # torch adds numbers of 16 bits in float32 and rounds once.
-    return hidden, rest, own + (rest[rows] if isinstance(rows, slice) else rest.index_select(0, rows))
+    return own + (rest[rows] if isinstance(rows, slice) else rest.index_select(0, rows))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,11 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vtaps.runtime.fills import Fill, MetricFill
+from vtaps.runtime.faults import of_device, said
+from vtaps.runtime.fills import Fill, MetricFill, lives_of
 from vtaps.runtime.lens import Lens
+from vtaps.runtime.live import Live, TableError
 from vtaps.runtime.marks import Marks
 from vtaps.runtime.metrics import Metrics, deliverer
-from vtaps.runtime.narrow import narrowed
+from vtaps.runtime.narrow import as_numpy, narrowed
 from vtaps.runtime.probes import Probe, applied
 from vtaps.runtime.program import Program
 from vtaps.runtime.rings import Ring, Taken, neighbours, sorter
@@ -48,12 +50,14 @@ FIELD_OF = {"norm": "norm", "project": "project", "probe": "probe", "python": "p
 
 @dataclass
 class _Load:
-    """Host memory that is complete once ``event`` (None: at once) has passed, and what is done with it then."""
+    """Host memory that is complete once ``event`` (None: at once) has passed, what is done with it then, and whose it
+    is."""
 
     event: Any
     bytes: int
     tensors: Sequence[Tensor]
     deliver: Callable[[Sequence[Array]], None]
+    lives: Sequence[Live]
 
 
 class Harvest:
@@ -88,6 +92,8 @@ class Harvest:
         """Number of a load that may not be sorted yet, and the first step that it is of."""
         self._arrived = threading.Condition()
         self._failed: BaseException | None = None
+        self.lost: deque[tuple[Sequence[Live], Exception]] = deque()
+        """What could not be brought to its requests; see :func:`~vtaps.runtime.failing.delivered`."""
         self._thread: threading.Thread | None = None
 
     def probe(self, read: str, probes: Mapping[str, Probe]) -> None:
@@ -97,10 +103,16 @@ class Harvest:
     # -- before a step
 
     def open(self, fills: Sequence[tuple[Fill, Ring]], step: int) -> list[tuple[Fill, int]]:
-        """Slots for the rows of a new plan's reads: the fills with the first slot of each.  Raises TableError."""
+        """Slots for the rows of a new plan's reads: the fills with the first slot of each.  Raises TableError with the
+        requests of a fill that gets none; then no fill has any."""
         self._shut()
         for fill, ring in fills:
-            self._open.append(Taken(fill, ring, self._take(ring, len(fill.rows)), 0, step))
+            try:
+                start = self._take(ring, len(fill.rows))
+            except Exception as error:
+                self._open = []
+                raise TableError(str(error) if isinstance(error, TableError) else said(error), fill.lives) from error
+            self._open.append(Taken(fill, ring, start, 0, step))
         return [(t.fill, t.start) for t in self._open]
 
     def move(self, shift: int, step: int) -> list[tuple[Fill, int]]:
@@ -179,7 +191,7 @@ class Harvest:
     @torch.inference_mode()  # vLLM runs its models so, and the lens calls one
     def settle(self, step: int | None = None, seen: int = 0) -> None:
         """Send everything of the steps up to ``step`` (None: all), and wait until it is with its requests, as is what
-        has been sent of the steps up to ``seen``.  Raises what went wrong on the way."""
+        has been sent of the steps up to ``seen``; or in :attr:`lost`.  Raises what the device did wrong."""
         # A step that is still being computed has not written all of its slots.
         until = self._computed if step is None else min(step, self._computed)
         held = [*self._open, *(t for waiting in self._waiting.values() for t in waiting)]
@@ -218,21 +230,27 @@ class Harvest:
                 now, self._open[number] = taken.split(taken.step + taken.repeats if step is None else step)
                 pieces.append(now)
         after = self._events.after(step)
-        with self._or_failed():
-            for run in neighbours([p for p in pieces if p.repeats]):
+        for run in neighbours([p for p in pieces if p.repeats]):
+            with self._or_lost(lives_of([taken.fill for taken in run])):
                 self._send_run(ring, run, after)
 
     @contextmanager
-    def _or_failed(self) -> Iterator[None]:
-        """What is being sent is in no ring any more: where that fails, nothing collected later would be whole."""
+    def _or_lost(self, lives: Sequence[Live]) -> Iterator[None]:
+        """What is being sent of ``lives`` is in no ring any more: where that fails, they have failed.  Of a device that
+        failed, and where the user interrupts, nothing collected later would be whole."""
         try:
             yield
-        except BaseException as error:
-            lost = error if isinstance(error, Exception) else RuntimeError("rows were lost: interrupted on their way")
-            self._failed = self._failed or lost
+        except Exception as error:
+            if self._failed is not None or of_device(error):
+                self._failed = self._failed or error
+                raise
+            self.lost.append((lives, error))
+        except BaseException:
+            self._failed = self._failed or RuntimeError("rows were lost: interrupted on their way")
             raise
 
     def _send_run(self, ring: Ring, run: Sequence[Taken], after: Any) -> None:
+        lives = lives_of([taken.fill for taken in run])
         for sites, memory in ring.groups:
             if ring.kind == "mean":
                 self._send_sums(sites, memory, run, after)
@@ -241,8 +259,8 @@ class Harvest:
             if ring.kind in ("lens", "features"):
                 with self._aside(after):
                     fields = self._looked(ring, sites, memory[start:stop])
-                deliver = sorter(ring, sites, list(fields), run, start, "float32", self.spool)
-                self._send(list(fields.values()), deliver, after, run[0].step)
+                deliver = sorter(ring, sites, list(fields), run, start, "float32", self.spool, self.lost)
+                self._send(list(fields.values()), deliver, after, run[0].step, lives)
                 continue
             row = memory[0].numel() * memory.element_size()
             step = max(1, PIECE_BYTES // row)
@@ -250,8 +268,8 @@ class Harvest:
                 last = min(stop, first + step)
                 with self._aside(after):
                     values, dtype = self._reduced(ring, sites, memory[first:last])
-                deliver = sorter(ring, sites, list(values), run, first, dtype, self.spool)
-                self._send(list(values.values()), deliver, after, run[0].step)
+                deliver = sorter(ring, sites, list(values), run, first, dtype, self.spool, self.lost)
+                self._send(list(values.values()), deliver, after, run[0].step, lives)
         if self._stream is not None:
             event = self._stream.record_event()
             self._leaving.append((ring, run[0].start, run[-1].stop, event))
@@ -299,7 +317,7 @@ class Harvest:
                         for number, (a, b) in enumerate(bounds):
                             kept.add(positions[a:b], arrays[0][number].copy())
 
-                    self._send([totals], deliver, after, taken.step + repeat)
+                    self._send([totals], deliver, after, taken.step + repeat, [part.live])
 
     def _flush_metrics(self, step: int | None = None) -> None:
         """Send the metrics of the steps up to ``step``."""
@@ -308,13 +326,13 @@ class Harvest:
             return
         after = self._measured.after(step)
 
-        with self._or_failed():
+        with self._or_lost(lives_of([m.fill for m in metrics])):
             with self._aside(after):
                 values = torch.cat([m.value for m in metrics])
                 for m in metrics:
                     if self._stream is not None:
                         m.value.record_stream(self._stream)
-            self._send([values], deliverer(metrics), after, metrics[0].step)
+            self._send([values], deliverer(metrics), after, metrics[0].step, lives_of([m.fill for m in metrics]))
 
     def _aside(self, after: Any) -> Any:
         """Work off the model's stream, once ``after`` has passed."""
@@ -325,13 +343,18 @@ class Harvest:
         return torch.cuda.stream(self._stream)
 
     def _send(
-        self, tensors: Sequence[Tensor], deliver: Callable[[Sequence[Array]], None], after: Any, first: int
+        self,
+        tensors: Sequence[Tensor],
+        deliver: Callable[[Sequence[Array]], None],
+        after: Any,
+        first: int,
+        lives: Sequence[Live],
     ) -> None:
-        """Bring ``tensors``, of ``first`` and later steps, to the host, where ``deliver`` takes them."""
+        """Bring ``tensors``, of ``first`` and later steps, to the host, where ``deliver`` takes them to ``lives``."""
         if self._stream is None:
             if self._failed is not None:
                 raise self._failed
-            deliver([_numpy(t) for t in tensors])
+            deliver([as_numpy(t) for t in tensors])
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._sort, name="vtaps-harvest", daemon=True)
@@ -350,15 +373,18 @@ class Harvest:
         while self._first and self._first[0][0] <= self._sorted:
             self._first.popleft()
         self._first.append((self._sent, first))
-        self._loads.put(_Load(event, size, host, deliver))
+        self._loads.put(_Load(event, size, host, deliver, lives))
 
     def _sort(self) -> None:
         while (load := self._loads.get()) is not None:
             try:
                 load.event.synchronize()
-                load.deliver([_numpy(t) for t in load.tensors])
+                load.deliver([as_numpy(t) for t in load.tensors])
             except BaseException as error:
-                self._failed = self._failed or error
+                if isinstance(error, Exception) and not of_device(error):
+                    self.lost.append((load.lives, error))
+                else:
+                    self._failed = self._failed or error
             with self._arrived:
                 self._sorted += 1
                 self._on_way -= load.bytes
@@ -371,9 +397,3 @@ def _to_host(t: Tensor, stream: Any) -> Tensor:
     host.copy_(t, non_blocking=True)
     t.record_stream(stream)
     return host
-
-
-def _numpy(t: Tensor) -> Array:
-    """numpy has no bfloat16: its bits travel as uint16."""
-    array: Array = t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
-    return array

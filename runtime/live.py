@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vtaps.runtime.faults import Fault
 from vtaps.runtime.patch_rows import Patch
 from vtaps.runtime.program import Compiled, PointEdit
 from vtaps.spec.rows import OPEN, Interval, merge, subtract
@@ -19,7 +20,12 @@ RequestKey = tuple[str, int]
 
 
 class TableError(Exception):
-    """The step cannot be served as asked: nothing may go out unedited or unread."""
+    """The step cannot be served as asked: nothing may go out unedited or unread.  ``lives``: the requests that it
+    concerns, where they are known."""
+
+    def __init__(self, message: str, lives: Sequence[Live] = ()) -> None:
+        super().__init__(message)
+        self.lives = tuple(lives)
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,8 @@ class Live:
     positions that it has taken; ``kept``: (read, sites) → what the harvest holds; ``chosen``: what selects the
     positions of the range ``calm``; ``seats``: request gate → the number, from 1, under which the device decides;
     ``patches``: edit → where its rows are in the memory of ``put``; ``run``: where the positions begin that were
-    computed one after another up to the last step, and ``runs``: such ranges before it was preempted.
+    computed one after another up to the last step, and ``runs``: such ranges before it was preempted; ``fault``: why
+    it failed: no step is planned for it any more, and what it has is nobody's.
     """
 
     request_id: str
@@ -153,6 +160,7 @@ class Live:
     patches: Mapping[str, Patch] = field(default_factory=dict)
     run: int = 0
     runs: list[Interval] = field(default_factory=list)
+    fault: Fault | None = None
 
     def starts(self, position: int, number: int) -> list[Interval]:
         """Whether step ``number``, which computes it from ``position`` on, goes on where the last one stopped; the rows

@@ -49,12 +49,16 @@ class Merging:
 
     def records(self, answers: Sequence[Records]) -> dict[RequestKey, Record]:
         """Raises EngineError (VT603) where the workers were not of one mind."""
-        if len(answers) == 1:
-            return dict(answers[0])
-        return {
-            key: self._line(key, [self._record(key, [answers[i][key] for i in some]) for some in self._stages])
-            for key in answers[0]
-        }
+        if len(answers) < 2:
+            return {key: record for answer in answers for key, record in answer.items()}
+        return {key: self._whole(key, [answer[key] for answer in answers]) for key in answers[0]}
+
+    def _whole(self, key: RequestKey, workers: Sequence[Record]) -> Record:
+        # A request that failed on one worker failed.
+        failed = next((record for record in workers if record.fault is not None), None)
+        if failed is not None:
+            return failed
+        return self._line(key, [self._record(key, [workers[i] for i in some]) for some in self._stages])
 
     def _line(self, key: RequestKey, stages: Sequence[Record]) -> Record:
         """What the stages of a pipeline saw; tokens and metrics are the last one's."""

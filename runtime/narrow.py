@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,3 +33,9 @@ def narrowed(rows: Tensor, store: Store) -> tuple[dict[str, Tensor], str]:
     small = (wide / scale[..., None]).to(DTYPES[store.dtype])
     bits = small.view(torch.uint8) if small.dtype == torch.float8_e4m3fn else small
     return {"rows": bits, "scale": scale}, store.dtype
+
+
+def as_numpy(t: Tensor) -> npt.NDArray[Any]:
+    """numpy has no bfloat16: its bits travel as uint16."""
+    array: npt.NDArray[Any] = t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
+    return array

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vtaps.runtime.faults import Fault
 from vtaps.spec.rows import Interval
 
 
@@ -77,6 +78,7 @@ class Collected:
     overridden: tuple[int, ...] = ()
     gated: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
     cached: tuple[Interval, ...] = ()
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Record:
     it acted, one list for all its sites; ``selected``: edit with a gate → the same of the rows that it acted on if its
     gate let them through; ``gates``: name → its scores; ``overridden``: generated steps whose token was replaced;
     ``metrics``: name → (positions, float32 values); ``cached``: half-open ranges of the positions that were not
-    computed, since vLLM's prefix cache had them as the same edits had made them."""
+    computed, since vLLM's prefix cache had them as the same edits had made them; ``fault``: why the request failed,
+    beside which there is nothing else."""
 
     fired: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     reads: Mapping[tuple[str, str], ReadRows] = field(default_factory=dict)
@@ -106,6 +109,7 @@ class Record:
     selected: Mapping[str, tuple[Interval, ...]] = field(default_factory=dict)
     gates: Mapping[str, Scores] = field(default_factory=dict)
     cached: tuple[Interval, ...] = ()
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,16 @@ class Completion:
     finish_reason: str
     record: Record
     logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request of ``arm`` has no result, under which diagnostic, and the line of the spec that it points at."""
+
+    reason: str
+    code: str = "VT603"
+    arm: str = ""
+    line: int | None = None
 
 
 @dataclass(frozen=True)

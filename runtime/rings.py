@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vtaps.runtime.fills import Fill
+from vtaps.runtime.fills import Fill, Part
+from vtaps.runtime.live import Live
 from vtaps.runtime.slabs import places
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import Rows
@@ -116,8 +118,10 @@ def sorter(
     first: int,
     dtype: str,
     spool: Spool,
+    lost: deque[tuple[Sequence[Live], Exception]],
 ) -> Callable[[Sequence[Array]], None]:
-    """What sorts the fields of the slots ``first …``, each ``[slots, sites, …]``, by request."""
+    """What sorts the fields of the slots ``first …``, each ``[slots, sites, …]``, by request; a request whose rows
+    cannot be kept goes to ``lost``."""
 
     def deliver(arrays: Sequence[Array]) -> None:
         last = first + len(arrays[0])
@@ -132,28 +136,31 @@ def sorter(
             if target.slabs:
                 target.put(rows, later + taken.shift, fields)
             if target.which.min() < 0:
-                _deliver_own(taken, sites, a, b, fields)
+                for part in taken.fill.parts:
+                    kept = part.live.kept[taken.fill.name, sites]
+                    if not isinstance(kept, Rows) or part.live.fault is not None:
+                        continue
+                    try:
+                        _deliver_own(kept, taken, part, a, b, fields)
+                    except Exception as error:
+                        lost.append(((part.live,), error))
 
     return deliver
 
 
-def _deliver_own(taken: Taken, sites: tuple[str, ...], a: int, b: int, fields: Mapping[str, Array]) -> None:
-    """The rows of slots ``a … b−1`` to the requests that have arrays of their own."""
-    for part in taken.fill.parts:
-        kept = part.live.kept[taken.fill.name, sites]
-        if not isinstance(kept, Rows):
-            continue
-        if taken.repeats == 1:
-            lo, hi = max(a, taken.start + part.start), min(b, taken.start + part.stop)
-            if lo < hi:
-                from_, to = lo - taken.start - part.start, hi - taken.start - part.start
-                kept.add(part.positions[from_:to] + taken.shift, {n: x[lo - a : hi - a] for n, x in fields.items()})
-            continue
-        # One row a step: every ``count``-th slot from the part's own on.
-        lead = taken.start + part.start
-        skip = -(-max(0, a - lead) // taken.count)
-        slots = np.arange(lead + skip * taken.count, b, taken.count)
-        if len(slots):
-            positions = part.positions[0] + taken.shift + skip + np.arange(len(slots), dtype=np.int64)
-            chosen = slice(int(slots[0]) - a, b - a, taken.count)
-            kept.add(positions, {n: x[chosen] for n, x in fields.items()})
+def _deliver_own(kept: Rows, taken: Taken, part: Part, a: int, b: int, fields: Mapping[str, Array]) -> None:
+    """The rows of slots ``a … b−1`` to one of the requests that have arrays of their own."""
+    if taken.repeats == 1:
+        lo, hi = max(a, taken.start + part.start), min(b, taken.start + part.stop)
+        if lo < hi:
+            from_, to = lo - taken.start - part.start, hi - taken.start - part.start
+            kept.add(part.positions[from_:to] + taken.shift, {n: x[lo - a : hi - a] for n, x in fields.items()})
+        return
+    # One row a step: every ``count``-th slot from the part's own on.
+    lead = taken.start + part.start
+    skip = -(-max(0, a - lead) // taken.count)
+    slots = np.arange(lead + skip * taken.count, b, taken.count)
+    if len(slots):
+        positions = part.positions[0] + taken.shift + skip + np.arange(len(slots), dtype=np.int64)
+        chosen = slice(int(slots[0]) - a, b - a, taken.count)
+        kept.add(positions, {n: x[chosen] for n, x in fields.items()})

@@ -7,13 +7,14 @@ further costs no planning: the last plan is used again with its ``shift`` counte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from vtaps.runtime.fills import Fill, Found, MetricFill, StepPlan, by_live, ranges
+from vtaps.runtime.faults import PLANNED, Fault, of_device, said
+from vtaps.runtime.fills import Fill, Found, MetricFill, Selected, StepPlan, by_live, ranges
 from vtaps.runtime.live import (
     Batch,
     Chosen,
@@ -27,7 +28,7 @@ from vtaps.runtime.live import (
     choose,
 )
 from vtaps.runtime.patch_rows import patches_of
-from vtaps.runtime.program import Program
+from vtaps.runtime.program import LockError, Program
 from vtaps.spec.rows import OPEN, Interval
 
 
@@ -66,6 +67,8 @@ class RowTable:
         self.live: dict[str, Live | None] = {}
         self.done: dict[RequestKey, Live] = {}
         self.alive: dict[RequestKey, str] = {}
+        self.failing: dict[str, tuple[Fault, int | None]] = {}
+        """What has failed and nobody was told of: request id → why, and ``since`` as in :meth:`fail`."""
         self.number = 0
         self._open: _Open | None = None
         self._seats = {name: _Seats() for name, gate in program.gates.items() if gate.reduce is not None}
@@ -97,9 +100,41 @@ class RowTable:
         self.live[request_id] = Live(request_id, key, prompt, compiled, end, patches=patches)
         self.alive[key] = request_id
 
+    def refuse(self, request_id: str, fault: Fault) -> None:
+        """A request that cannot be taken in: it is computed as a plain one until its driver hears of it."""
+        self.live[request_id] = None
+        self.failing[request_id] = (fault, 0)
+
+    def lose(self, lives: Iterable[Live], error: Exception, starts: Mapping[str, int]) -> None:
+        """Requests that cannot be planned have failed, from where the step starts on; raises what is the device's."""
+        if of_device(error):
+            raise error
+        told = str(error) if isinstance(error, TableError | LockError) else said(error)
+        for live in lives:
+            self.fail(live, Fault(PLANNED, told), starts[live.request_id])
+
+    def fail(self, live: Live, fault: Fault, since: int | None = None) -> None:
+        """No step is planned for the request any more, and collecting it tells the fault; of several the first counts.
+
+        ``since``: the first position whose rows were not edited as they should have been; None where all were.
+        """
+        if live.fault is not None:
+            return
+        live.fault = fault
+        if self._open is not None:
+            self._open.left = 0  # what was planned for it is not used again
+        if live.request_id in self.live:
+            self.live[live.request_id] = None
+            self.failing[live.request_id] = (fault, since)
+        if self.alive.get(live.key) == live.request_id:
+            del self.alive[live.key]
+            self.done[live.key] = live
+            self._leave(live)
+
     def finish(self, request_id: str) -> None:
         """The scheduler is done with a request: its record stays until it is collected."""
         live = self.live.pop(request_id, None)
+        self.failing.pop(request_id, None)
         if live is not None and self.alive.get(live.key) == request_id:
             del self.alive[live.key]
             self.done[live.key] = live
@@ -189,10 +224,8 @@ class RowTable:
         # Many requests are alike: same selectors, same positions.
         alike: dict[tuple[int, int], tuple[Interval, Chosen]] = {}
         picked: dict[tuple[int, int, int], list[Ints]] = {}
-        edits: dict[str, Found] = {}
-        reads: dict[str, Found] = {}
-        metrics: dict[str, list[tuple[int, Live, int]]] = {}
-        speakers: list[tuple[int, Live, int]] = []
+        selected = Selected()
+        edits, reads = selected.edits, selected.reads
         sampled_rows: dict[int, int] = {}
         left = OPEN
         for number, (request_id, start, count, offset, sampled) in enumerate(
@@ -208,70 +241,88 @@ class RowTable:
             live = self.live[request_id]
             if live is None:
                 continue
-            compiled = live.compiled
-            if skipped := live.starts(start, self.number):
-                self._check_skipped(live, skipped)
-            last = start + count - 1
-            live.planned, live.span = (self.number, last), span
-            if compiled.idle:
-                continue
-            if count == 1 and compiled.by_position:
-                if not live.calm[0] <= start < live.calm[1]:
-                    which = (id(compiled), start)
-                    if which not in alike:
-                        alike[which] = choose(compiled, start, self.program.uses_of)
-                    live.calm, live.chosen = alike[which]
-                left = min(left, live.calm[1] - start)
-                chosen = live.chosen
-                if chosen.edits and not self._put.isdisjoint(e for e, _ in chosen.edits):
-                    left = 1  # the next row is in another slot
-                for edit, point in chosen.edits:
-                    edits.setdefault(edit, Found()).add(live, start, offset, 1, point)
-                for read in chosen.reads:
-                    if start < live.taken.get(read, 0):
-                        # The next step's rows are new ones.
-                        left = 1
-                    else:
-                        if read not in reads:
-                            reads[read] = Found()
-                        reads[read].add(live, start, offset, 1)
-                measured: Sequence[str] = chosen.metrics
-            else:
-                left = 1
-                if compiled.by_position:
-                    share = (id(compiled), start, count)
-                    if share not in picked:
-                        picked[share] = [s.select(start, np.empty(count, np.int64)) for s in compiled.selections]
-                    picks = picked[share]
+            try:
+                compiled = live.compiled
+                if skipped := live.starts(start, self.number):
+                    self._check_skipped(live, skipped)
+                last = start + count - 1
+                live.planned, live.span = (self.number, last), span
+                if compiled.idle:
+                    continue
+                if count == 1 and compiled.by_position:
+                    if not live.calm[0] <= start < live.calm[1]:
+                        which = (id(compiled), start)
+                        if which not in alike:
+                            alike[which] = choose(compiled, start, self.program.uses_of)
+                        live.calm, live.chosen = alike[which]
+                    left = min(left, live.calm[1] - start)
+                    chosen = live.chosen
+                    if chosen.edits and not self._put.isdisjoint(e for e, _ in chosen.edits):
+                        left = 1  # the next row is in another slot
+                    for edit, point in chosen.edits:
+                        edits.setdefault(edit, Found()).add(live, start, offset, 1, point)
+                    for read in chosen.reads:
+                        if start < live.taken.get(read, 0):
+                            # The next step's rows are new ones.
+                            left = 1
+                        else:
+                            if read not in reads:
+                                reads[read] = Found()
+                            reads[read].add(live, start, offset, 1)
+                    measured: Sequence[str] = chosen.metrics
                 else:
-                    # Asking for tokens may wait for the device.
-                    tokens = batch.tokens(number)
-                    picks = [s.select(start, tokens) for s in compiled.selections]
-                measured = self._rows(live, picks, last, offset - start, edits, reads)
-            if not sampled or last < live.prompt - 1:
+                    left = 1
+                    if compiled.by_position:
+                        share = (id(compiled), start, count)
+                        if share not in picked:
+                            picked[share] = [s.select(start, np.empty(count, np.int64)) for s in compiled.selections]
+                        picks = picked[share]
+                    else:
+                        # Asking for tokens may wait for the device.
+                        tokens = batch.tokens(number)
+                        picks = [s.select(start, tokens) for s in compiled.selections]
+                    measured = self._rows(live, picks, last, offset - start, edits, reads)
+                if not sampled or last < live.prompt - 1:
+                    left = 1
+                    continue
+                sampled_rows[offset + count - 1] = number
+                for metric in measured:
+                    selected.metrics.setdefault(metric, []).append((number, live, last))
+                if live.compiled.overrides:
+                    selected.speakers.append((number, live, last - live.prompt + 1))
+            except Exception as error:
+                self.lose([live], error, {request_id: start})
+                selected.drop_failed()
                 left = 1
-                continue
-            sampled_rows[offset + count - 1] = number
-            for metric in measured:
-                metrics.setdefault(metric, []).append((number, live, last))
-            if live.compiled.overrides:
-                speakers.append((number, live, last - live.prompt + 1))
-        if not (edits or reads or metrics or speakers):
-            return None, left
+        total = int(batch.counts.sum())
+        while selected:
+            try:
+                return self._filled(selected, sampled_rows, total), left
+            except TableError as error:
+                if not error.lives:
+                    raise
+                self.lose(error.lives, error, dict(zip(batch.ids, batch.starts.tolist(), strict=True)))
+                selected.drop_failed()
+                left = 1
+        return None, left
+
+    def _filled(self, selected: Selected, sampled_rows: Mapping[int, int], total: int) -> StepPlan:
+        """Raises TableError."""
         for gate, seats in self._seats.items():
-            for live in reads[gate].lives if gate in reads else ():
+            for live in selected.reads[gate].lives if gate in selected.reads else ():
                 if gate not in live.seats:
                     live.seats[gate] = seats.take()
         fills: dict[bool, tuple[list[Fill], list[Fill]]] = {False: ([], []), True: ([], [])}
-        for kind, table, entries in ((0, self._edit_sites, edits), (1, self._read_sites, reads)):
+        kinds = ((self._edit_sites, selected.edits), (self._read_sites, selected.reads))
+        for kind, (table, entries) in enumerate(kinds):
             for name, found in entries.items():
                 for sampled, sites in zip((False, True), table[name], strict=True):
                     mine = found.at_samples(sampled_rows) if sampled and sites else found
                     if sites and mine.lives:
                         put = kind == 0 and name in self._put
                         fills[sampled][kind].append(mine.fill(name, sites, sampled, edit=kind == 0, put=put))
-        plan = StepPlan(
-            total=int(batch.counts.sum()),
+        return StepPlan(
+            total=total,
             edits=tuple(fills[False][0]),
             reads=tuple(fills[False][1]),
             sampled_edits=tuple(fills[True][0]),
@@ -280,11 +331,10 @@ class RowTable:
                 MetricFill(
                     name, np.array([n for n, _, _ in found]), tuple(f[1] for f in found), tuple(f[2] for f in found)
                 )
-                for name, found in metrics.items()
+                for name, found in selected.metrics.items()
             ),
-            speakers=tuple(speakers),
+            speakers=tuple(selected.speakers),
         )
-        return plan, left
 
     def _check_skipped(self, live: Live, skipped: Sequence[Interval]) -> None:
         """Raises TableError where a read needs a row that vLLM did not compute."""

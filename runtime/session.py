@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,11 +10,12 @@ import torch
 from safetensors.numpy import load
 from torch import Tensor, nn
 
-from vtaps.runtime import kernels, ops
+from vtaps.runtime import failing, kernels, ops
 from vtaps.runtime.axis import Axis
 from vtaps.runtime.block import Location, Note
 from vtaps.runtime.boards import Boards
-from vtaps.runtime.fills import NOTHING, Fill, StepPlan
+from vtaps.runtime.faults import Fault
+from vtaps.runtime.fills import NOTHING, Fill, StepPlan, lives_of
 from vtaps.runtime.functions import FunctionFault, Functions
 from vtaps.runtime.harvest import Harvest
 from vtaps.runtime.hooks import Act, BlockFault, describe, install
@@ -32,8 +31,8 @@ from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
 from vtaps.runtime.rowtable import RowTable
 from vtaps.runtime.sae import bytes_of, encoders
+from vtaps.runtime.samples import Samples, override
 from vtaps.runtime.spool import Spool
-from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
 from vtaps.spec.behind import SAMPLES
 
@@ -57,11 +56,9 @@ class Session:
         self._plan: StepPlan | None = None
         self._shift = 0
         self._slots: dict[tuple[str, bool], int] = {}
-        self._speaking: dict[str, tuple[weakref.ref[Fill], Tensor]] = {}
+        self._samples = Samples()
         self._active: tuple[StepPlan | None, frozenset[int]] = (None, frozenset())
-        self._muted = False
-        self._sampling = False
-        self.proving = False
+        self._muted = self._sampling = self.proving = False
 
     def attach(
         self,
@@ -190,17 +187,23 @@ class Session:
         self.counts.called[at.program.number] += 1
         plan, sampled, site = self._plan or NOTHING, at.sampled, self.program.sites[at.name]
         where = self._shift, x, residual, site, at.program
-        kept = None
+        name, edits = f"{'edits' if note.verb else 'reads'}.{note.name}", plan.sampled_edits if sampled else plan.edits
+        reads, kept = plan.sampled_reads if sampled else plan.reads, None
         try:
             if note.verb:
-                self.functions.run(note.name, plan.sampled_edits if sampled else plan.edits, *where)
+                failed = self.functions.run(note.name, edits, *where)
             else:
-                kept = self.functions.read(note.name, plan.sampled_reads if sampled else plan.reads, *where)
+                kept, failed = self.functions.read(note.name, reads, *where)
         except FunctionFault as error:
-            raise BlockFault(f"{at.name}: {'edits' if note.verb else 'reads'}.{note.name}: {error}") from error
+            raise BlockFault(f"{at.name}: {name}: {error}") from error
+        if failed:
+            failing.functions(self.table, name, at.name, failed, edits, self._shift)
         if kept is not None:
             ring = self.boards.axes[at.sampled].rings[note.name]
-            self.boards.keep(ring, at.name, self._slots[note.name, at.sampled], kept)
+            try:
+                self.boards.keep(ring, at.name, self._slots[note.name, at.sampled], kept)
+            except Exception as error:
+                failing.concerned(self.table, lives_of(f for f in reads if f.name == note.name), error)
 
     def _needed(self, at: At) -> int:
         axis = self.boards.requests if at.sampled else self.boards.tokens
@@ -227,12 +230,21 @@ class Session:
     # -- a step
 
     def begin(self, batch: Sequence[Scheduled]) -> None:
-        """Fill the tables for a step, before its forward.  Raises TableError."""
+        """Fill the tables for a step, before its forward.  A request that it cannot be filled for fails alone."""
         self.step(Batch.of(batch))
 
     def step(self, batch: Batch) -> None:
         """:meth:`begin` for the batch of a runner."""
+        failing.delivered(self.table, self.harvest.lost)
         plan, shift = self.table.step(batch)
+        while True:
+            try:
+                self._prepare(plan, shift)
+                return
+            except Exception as error:
+                plan, shift = failing.unprepared(self.table, plan, shift, error), 0
+
+    def _prepare(self, plan: StepPlan | None, shift: int) -> None:
         self._plan, self._shift, self._sampling = plan, shift, True
         if plan is None:
             self.harvest.open([], self.table.number)
@@ -298,35 +310,25 @@ class Session:
         if self._plan.sampled_reads and not self._plan.samples:
             # What they read was written by the unembedding, after the forward.
             self.harvest.computed(self.table.number)
-        self.harvest.measure(self._plan.metrics, self._shift, logits, self.table.number)
+        try:
+            self.harvest.measure(self._plan.metrics, self._shift, logits, self.table.number)
+        except Exception as error:
+            failing.concerned(self.table, lives_of(self._plan.metrics), error)
 
     def replace(self, sampled: Tensor) -> None:
         """Write the overrides of the step into ``sampled`` ``[requests]``, in place, and take the reads of it."""
-        self._override(sampled)
-        if self._plan is None or not self._plan.samples:
+        plan = self._plan
+        if plan is None:
             return
-        for fill in self._plan.samples:
-            known = self._speaking.get(fill.name)
-            if known is None or known[0]() is not fill:
-                rows = torch.from_numpy(fill.rows)
-                if sampled.is_cuda:
-                    # From other memory the copy would wait for the device.
-                    rows = rows.pin_memory().to(sampled.device, non_blocking=True)
-                known = self._speaking[fill.name] = weakref.ref(fill), rows
-            rows, start = known[1], self._slots[fill.name, True]
-            memory = self.boards.requests.rings[fill.name].groups[0][1]
-            memory[start : start + len(rows), 0, 0] = sampled.index_select(0, rows).to(memory.dtype)
-        self.harvest.computed(self.table.number)
-
-    def _override(self, sampled: Tensor) -> None:
-        found = self._plan.replacements(self._shift) if self._plan is not None else []
-        if not found:
-            return
-        rows = torch.tensor([r.row for r in found]).to(sampled.device, non_blocking=True)
-        tokens = torch.tensor([r.token for r in found], dtype=sampled.dtype).to(sampled.device, non_blocking=True)
-        sampled.index_copy_(0, rows, tokens)
-        for replacement in found:
-            replacement.live.overridden.add(replacement.step)
+        try:
+            override(plan.replacements(self._shift), sampled)
+            for fill in plan.samples:
+                memory = self.boards.requests.rings[fill.name].groups[0][1]
+                self._samples.keep(fill, memory, self._slots[fill.name, True], sampled)
+            if plan.samples:
+                self.harvest.computed(self.table.number)
+        except Exception as error:
+            failing.concerned(self.table, (*(s[1] for s in plan.speakers), *lives_of(plan.samples)), error)
 
     def neutral(self) -> None:
         """Select nothing: dummy runs see a model without a block."""
@@ -372,29 +374,23 @@ class Session:
                 self.harvest.probe(read, sites)
 
     def collect(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Record]]:
-        """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError, SpoolError."""
+        """Records of ``(key, child, generated tokens)``; they are forgotten here.  Raises TableError for a request that
+        is not here."""
         return [(key, record_of(found)) for key, found in self.hand_over(wanted)]
 
     def hand_over(self, wanted: Iterable[tuple[str, int, int]]) -> list[tuple[RequestKey, Collected]]:
         """:meth:`collect` for another process: what lies in files stays there."""
         lives = [(self.table.collect((key, child)), generated) for key, child, generated in wanted]
         # Steps that the engine has run ahead are not waited for.
-        acting = [(live, n) for live, n in lives if not live.compiled.idle]
+        acting = [(live, n) for live, n in lives if not live.compiled.idle and live.fault is None]
         needed = max((live.step_of(live.prompt + max(n, 1) - 2) for live, n in acting), default=0)
         # Nor may a thread still have rows of theirs, as those that were computed past a stop.
         self.harvest.settle(needed, max((live.span.last for live, _ in acting), default=0))
-        return [(live.key, collected(live, generated)) for live, generated in lives]
+        failing.delivered(self.table, self.harvest.lost)
+        return [(live.key, failing.handed_over(live, generated)) for live, generated in lives]
 
-    def handshake(self) -> dict[str, Any]:
-        return {
-            "block": self.program.block_digest,
-            "structure": self.program.structure,
-            "locations": list(self.installed),
-            "recorded": sorted(self.recorded),
-            "breaks": sorted(self.breaks),
-            "tap_bytes": self.device_bytes,
-            "slots": {ring.key: ring.slots for ring in self.boards.rings},
-            "parts": {n: [s.part.width, s.part.pieces] for n, s in self.program.sites.items() if s.part is not None},
-            "stage": self.ranks.stage if self.ranks is not None else 0,
-            "pid": os.getpid(),
-        }
+    def failing(self) -> dict[str, tuple[Fault, int | None]]:
+        """What has failed since this was asked last; see :attr:`RowTable.failing`."""
+        failing.delivered(self.table, self.harvest.lost)
+        found, self.table.failing = self.table.failing, {}
+        return found

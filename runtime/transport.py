@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
+from vtaps.runtime.faults import DELIVERED, Fault
 from vtaps.runtime.live import RequestKey
 from vtaps.runtime.records import Collected, Filed, Kept, ReadRows, Record, Scores
-from vtaps.runtime.spool import opened
+from vtaps.runtime.spool import SpoolError, opened
 from vtaps.spec.rows import Interval, intersect, to_ranges
 
 Array = npt.NDArray[Any]
@@ -38,7 +39,16 @@ GATE = "gate"
 
 
 def record_of(found: Collected, open_file: Open = opened) -> Record:
-    """The record of what a worker collected.  Raises SpoolError."""
+    """The record of what a worker collected; where its files cannot be opened, that is its fault."""
+    if found.fault is not None:
+        return Record(fault=found.fault)
+    try:
+        return _record_of(found, open_file)
+    except SpoolError as error:
+        return Record(fault=Fault(DELIVERED, str(error)))
+
+
+def _record_of(found: Collected, open_file: Open) -> Record:
     reads: dict[tuple[str, str], ReadRows] = {}
     scores: dict[str, Scores] = {}
     whole = dict(found.gated.values())
@@ -104,6 +114,7 @@ def pack(records: Iterable[tuple[RequestKey, Collected]]) -> bytes:
                 "overridden": list(found.overridden),
                 "gated": dict(found.gated),
                 "cached": list(found.cached),
+                "fault": None if found.fault is None else found.fault.to_json(),
                 "metrics": {name: [put(p), put(v)] for name, (p, v) in found.metrics.items()},
                 "kept": [
                     [k.read, k.sites, put(k.positions), k.dtype, {f: put(a) for f, a in k.values.items()}]
@@ -133,6 +144,7 @@ def unpack(payload: bytes) -> dict[RequestKey, Collected]:
             overridden=tuple(item["overridden"]),
             gated={name: (str(gate), bool(whole)) for name, (gate, whole) in item["gated"].items()},
             cached=tuple((a, b) for a, b in item["cached"]),
+            fault=None if item["fault"] is None else Fault.from_json(item["fault"]),
         )
     return out
 
@@ -159,7 +171,7 @@ class Folders:
         return self._held
 
     def records(self, answer: bytes | Iterable[tuple[RequestKey, Record]]) -> dict[RequestKey, Record]:
-        """The records in a worker's answer, whichever process it is in.  Raises SpoolError."""
+        """The records in a worker's answer, whichever process it is in."""
         if not isinstance(answer, bytes):
             return dict(answer)
         return {key: record_of(found, self._open) for key, found in unpack(answer).items()}

@@ -13,6 +13,7 @@ class WorkerExtension:
     def vtaps_handshake(self) -> dict[str, Any]:
         """What this worker serves: block digest, structure, locations installed, pid; and what there is without a
         block: rank, vLLM's version, what was compiled."""
+        from vtaps.runtime import handshake
         from vtaps.runtime.compat.attention import facts
         from vtaps.runtime.compat.vllm_0_32 import compiled
         from vtaps.spec.vllm_version import installed
@@ -27,7 +28,7 @@ class WorkerExtension:
             return told
         attention = {p: facts(session.modules.get(p)) for entry in session.program.patterns.values()
                      for p, _, _ in entry.sites.values()}  # fmt: skip
-        return {**told, **session.handshake(), "attention": attention}
+        return {**told, **handshake.told(session), "attention": attention}
 
     def vtaps_prove(self) -> dict[str, Any]:
         """Prove that every recorded tap fires; see :mod:`vtaps.runtime.compat.proof`.  ``error`` says which does

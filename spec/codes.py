@@ -119,7 +119,7 @@ CODES: dict[str, Code] = {
     # 6xx run time
     "VT601": Code("a worker runs without the block"),
     "VT602": Code("rows fired differ from rows expected"),
-    "VT603": Code("a request failed in the worker"),
+    "VT603": Code("a request is refused, or the engine ended"),
     "VT604": Code("a read is all zero or not finite", "warning"),
     "VT605": Code("the run folder belongs to something else"),
     "VT606": Code("duplicate live request key"),
@@ -130,4 +130,9 @@ CODES: dict[str, Code] = {
     "VT612": Code("unedited requests are not what they are by themselves"),
     "VT613": Code("a prompt in pieces gives other rows"),
     "VT614": Code("nothing could be checked"),
+    "VT620": Code("a Python function failed for a request"),
+    "VT621": Code("a step could not be planned for a request"),
+    "VT622": Code("rows of a request were lost on their way"),
+    "VT623": Code("a request shares rows that were not edited"),
+    "VT624": Code("the device failed"),
 }

@@ -115,8 +115,8 @@ def check_parts(
     doc: Document,
     found: list[Diagnostic],
 ) -> frozenset[str]:
-    """The names of the sites of which each of ``count`` ranks has some columns; VT350 to VT352 and VT354 for what several ranks
-    do not serve."""
+    """The names of the sites of which each of ``count`` ranks has some columns; VT350 to VT352 and VT354 for what
+    several ranks do not serve."""
     parted: set[str] = set()
     if count <= 1:
         return frozenset()

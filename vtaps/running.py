@@ -13,7 +13,8 @@ from vtaps.codegen import lock as locks
 from vtaps.codegen.drift import drift
 from vtaps.compiling import Compiled, compile_plan
 from vtaps.runtime.budgets import Budgets
-from vtaps.runtime.records import Finished, Request
+from vtaps.runtime.errors import RequestError
+from vtaps.runtime.records import Failure, Finished, Request
 from vtaps.runtime.results.folder import RunFolder
 from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.arms import points_of
@@ -24,31 +25,40 @@ from vtaps.spec.plan import Plan
 from vtaps.spec.selectors import gates_of, match_texts
 from vtaps.staging import Sources, batches, key_of, made_vectors
 
+OF_REQUESTS = frozenset({"VT603", "VT606", "VT620", "VT621", "VT622", "VT623"})
+"""What one request may fail with, while the others go on."""
+
 
 @dataclass(frozen=True)
 class Watch:
     """Who hears about progress: ``tell`` a phase in words, ``total`` the number of requests and how many were done
-    before, ``step`` each finished one."""
+    before, ``step`` each that is done, whole or not."""
 
     tell: Callable[[str], None] = lambda text: None
     total: Callable[[int, int], None] = lambda total, done: None
-    step: Callable[[Finished], None] = lambda finished: None
+    step: Callable[[Finished | RequestError], None] = lambda ended: None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """``path`` is None where nothing was run; ``findings`` hold what was wrong; ``not_run`` requests were not started
-    because a read's budget was kept."""
+    because a read's budget was kept; ``failed`` ones have no result."""
 
     path: Path | None
     findings: list[Diagnostic]
     resumed: int = 0
     served: int = 0
     not_run: int = 0
+    failed: int = 0
 
     @property
     def ok(self) -> bool:
         return self.path is not None and not has_errors(self.findings)
+
+    @property
+    def of_requests(self) -> bool:
+        """Whether all that is wrong is that single requests failed."""
+        return all(d.code in OF_REQUESTS for d in self.findings if d.severity == "error")
 
 
 def requests_of(plan: Plan) -> Iterator[Request]:
@@ -92,9 +102,19 @@ def with_lines(lock: dict[str, Any], plan: Plan, compiled: Compiled, line: Calla
 
 
 def run_checked(
-    result: CheckResult, out: Path, *, overwrite: bool = False, in_process: bool = True, watch: Watch | None = None
+    result: CheckResult,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    in_process: bool = True,
+    fail_fast: bool = False,
+    watch: Watch | None = None,
 ) -> Outcome:
-    """Compile, start the engine, serve every request that is not done yet, write the run folder."""
+    """Compile, start the engine, serve every request that is not done yet, write the run folder.
+
+    A request that fails is told among the findings, and the others go on; with ``fail_fast`` it ends the run, which
+    goes on from there when it is started again.
+    """
     watch = watch or Watch()
     plan, doc = result.plan, result.doc
     if plan is None or doc is None:
@@ -119,7 +139,7 @@ def run_checked(
     if folder is None:
         return Outcome(None, found)
     with folder:
-        return _serve(result, plan, compiled, lock, requests, folder, in_process, watch)
+        return _serve(result, plan, compiled, lock, requests, folder, in_process, fail_fast, watch)
 
 
 def _definition(message: str, doc: Document) -> Span:
@@ -131,26 +151,31 @@ def _definition(message: str, doc: Document) -> Span:
 
 def _serve(
     result: CheckResult, plan: Plan, compiled: Compiled, lock: Mapping[str, Any], requests: list[Request],
-    folder: RunFolder, in_process: bool, watch: Watch,
+    folder: RunFolder, in_process: bool, fail_fast: bool, watch: Watch,
 ) -> Outcome:  # fmt: skip
     from tempfile import TemporaryDirectory
 
-    from vtaps.runtime.engine import Engine, EngineError, RequestError
+    from vtaps.runtime.engine import Engine, EngineError
 
     assert result.doc is not None and result.tokens is not None
     span = Span(result.doc.file)
     waiting = [r for r in requests if r.key not in folder.done]
     resumed = len(requests) - len(waiting)
     watch.total(len(requests), resumed)
-    failed: dict[str, str] = {}
+    failed: dict[str, Failure] = {}
     found: list[Diagnostic] = []
     report: Mapping[str, Any] = {"mode": plan.mode, "requests": 0}
 
     budgets = Budgets(lock, folder.kept)
 
-    def refused(error: RequestError) -> None:
-        failed[error.key] = error.message
+    arm_of = {r.key: r.arm for r in requests}
+
+    def not_whole(error: RequestError) -> None:
+        if fail_fast:
+            raise error
+        failed[error.key] = Failure(error.reason, error.code, arm_of[error.key], error.line)
         budgets.failed(error.key)
+        watch.step(error)
 
     def sampling_of(request: Request) -> Mapping[str, Any]:
         return plan.arms[request.arm].sampling
@@ -171,13 +196,14 @@ def _serve(
                     sources = Sources(plan, result.doc.folder, requests, folder, engine, failed)
                     for batch in batches(plan, waiting):
                         while wanted := left(batch):
-                            for finished in engine.run(budgets.start(sources.ready(wanted)), sampling_of, refused):
+                            for finished in engine.run(budgets.start(sources.ready(wanted)), sampling_of, not_whole):
                                 found += [d for d in folder.add(finished) if d.code != "VT604"]
                                 budgets.done(finished.request, folder.kept)
                                 watch.step(finished)
         except EngineError as error:
             where = _definition(error.message, result.doc)
-            return Outcome(None, [*found, Diagnostic(error.code, error.message, where)], resumed)
+            told = [*found, Diagnostic(error.code, error.message, where)]
+            return Outcome(None, told, resumed, failed=int(isinstance(error, RequestError)))
         except OSError as error:
             reason = f"cannot write {folder.path}: {error.strerror or error}"
             return Outcome(None, [*found, Diagnostic("VT404", reason, span)], resumed)
@@ -196,4 +222,4 @@ def _serve(
         again = "what its function gives changed between two starts of this run: `--overwrite` starts anew"
         where = result.doc.key("reads", error.read)
         return Outcome(None, [Diagnostic("VT603", str(error), where, note=again)], resumed)
-    return Outcome(folder.path, findings, resumed, len(waiting) - len(failed) - len(not_run), len(not_run))
+    return Outcome(folder.path, findings, resumed, len(waiting) - len(failed) - len(not_run), len(not_run), len(failed))

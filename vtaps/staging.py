@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.runtime.records import Request
+from vtaps.runtime.records import Failure, Request
 from vtaps.runtime.results.kept import EarlierRun
 from vtaps.runtime.results.load import RunError
 from vtaps.runtime.results.means import RunMean
@@ -60,7 +60,13 @@ class Sources:
     """Brings what a stage needs to the engine.  ``failed``: key of a request → why it failed, which is added to."""
 
     def __init__(
-        self, plan: Plan, folder: Path, requests: Sequence[Request], kept: Kept, memory: Memory, failed: dict[str, str]
+        self,
+        plan: Plan,
+        folder: Path,
+        requests: Sequence[Request],
+        kept: Kept,
+        memory: Memory,
+        failed: dict[str, Failure],
     ) -> None:
         """``folder`` is where the names of earlier runs start."""
         self._plan, self._kept, self._memory, self._failed = plan, kept, memory, failed
@@ -86,7 +92,7 @@ class Sources:
                 first, positions = source.blocks[pair]
                 patches[name] = (first, tuple(to_ranges(np.array(positions, np.int64))))
             if wrong:
-                self._failed[request.key] = wrong
+                self._failed[request.key] = Failure(wrong, arm=request.arm)
             else:
                 yield replace(request, patches=patches) if patches else request
 
@@ -130,7 +136,7 @@ class Sources:
         else:
             found = self._kept.rows(key, rows.read)
         if found is None:
-            why = f"failed: {self._failed[key]}" if key in self._failed else f"kept no rows of {rows.read}"
+            why = f"failed: {self._failed[key].reason}" if key in self._failed else f"kept no rows of {rows.read}"
             return f"edit {name} has no rows to set, since request {key} {why}"
         index = {int(position): number for number, position in enumerate(found[0])}
         missing = [p for p in positions if p not in index]

@@ -12,7 +12,24 @@ from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.document import Document
 
 VERSION = 1
-FAILED = frozenset({"VT503", "VT504", "VT505", "VT601", "VT603", "VT606", "VT607", "VT608", "VT609"})
+FAILED = frozenset(
+    {
+        "VT503",
+        "VT504",
+        "VT505",
+        "VT601",
+        "VT603",
+        "VT606",
+        "VT607",
+        "VT608",
+        "VT609",
+        "VT620",
+        "VT621",
+        "VT622",
+        "VT623",
+        "VT624",
+    }
+)
 """Codes of a run that failed."""
 
 

@@ -20,13 +20,15 @@ CPU_KV_CACHE = 512 << 20
 
 @dataclass(frozen=True)
 class Output:
-    """One finished child: ``logprobs`` of the tokens that stand in the text, where asked for."""
+    """One finished child: ``logprobs`` of the tokens that stand in the text, where asked for; ``error`` is what the
+    scheduler (vLLM's own, or :mod:`.failures`) says of one that it ended because of a fault."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
     logprobs: tuple[float, ...] | None
+    error: str | None = None
 
 
 @contextmanager
@@ -204,4 +206,5 @@ def _output(output: Any) -> Output:
     logprobs = None
     if output.logprobs is not None:
         logprobs = tuple(float(at[t].logprob) for at, t in zip(output.logprobs, ids, strict=True))
-    return Output(int(output.index), ids, output.text, output.finish_reason or "abort", logprobs)
+    error = str(output.stop_reason or "") if output.finish_reason == "error" else None
+    return Output(int(output.index), ids, output.text, output.finish_reason or "abort", logprobs, error)

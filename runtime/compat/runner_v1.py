@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vtaps.runtime import failing
+from vtaps.runtime.compat import failures
 from vtaps.runtime.compat.proof import Pass, beyond
 from vtaps.runtime.live import Batch
 from vtaps.runtime.session import Session
@@ -28,6 +30,7 @@ class RunnerV1:
         runner._dummy_run = self._wrap_dummy_run(runner._dummy_run)
         runner.sampler.sample = wrap_sample(session, runner.sampler.sample)
         _receives(runner)
+        failures.attach(session, runner)
 
     def _wrap_prepare_inputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session, runner = self.session, self.runner
@@ -60,7 +63,7 @@ class RunnerV1:
         asked = None if params is None else (params.extra_args or {}).get("vtaps")
         most = getattr(params, "max_tokens", None)
         end = {} if most is None else {"end": prompt + most - 1}
-        self.session.table.admit(request_id, asked, prompt, **end)
+        failing.admit(self.session.table, request_id, asked, prompt, **end)
 
     def _tokens(self, number: int, start: int, count: int) -> npt.NDArray[np.int64]:
         """Token ids of one request's rows.

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from vtaps.runtime import failing
+from vtaps.runtime.compat import failures
 from vtaps.runtime.compat.proof import Pass, beyond
 from vtaps.runtime.live import Batch
 from vtaps.runtime.session import Session
@@ -27,6 +29,7 @@ class RunnerV2:
         runner.execute_model = self._wrap_execute_model(runner.execute_model)
         if runner.sampler is not None:
             runner.sampler.sample = self._wrap_sample(runner.sampler.sample)
+        failures.attach(session, runner)
 
     def _wrap_prepare_inputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session = self.session
@@ -100,7 +103,7 @@ class RunnerV2:
             asked = None if params is None else (params.extra_args or {}).get("vtaps")
             most = getattr(params, "max_tokens", None)
             end = {} if most is None else {"end": new.prompt_len + most - 1}
-            self.session.table.admit(new.req_id, asked, int(new.prompt_len), **end)
+            failing.admit(self.session.table, new.req_id, asked, int(new.prompt_len), **end)
             if self.session.table.needs_tokens(new.req_id):
                 self._prompts[new.req_id] = list(new.prefill_token_ids)[: new.prompt_len]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtaps.runtime.compat import breaks, prefix_cache
+from vtaps.runtime.compat import breaks, failures, prefix_cache
 from vtaps.runtime.compat.parallel import ranks_of
 from vtaps.runtime.hooks import InstallError
 from vtaps.runtime.manifest import MANIFEST, Manifest
@@ -142,6 +142,7 @@ SEAMS: dict[str, Callable[[], bool]] = {
     "vllm.inputs.engine.tokens_input": _inputs,
     "LLMEngine.add_request and step": _engine,
     "generate_block_hash_extra_keys, get_computed_blocks and finish_requests": prefix_cache.probe,
+    "Scheduler.update_from_output and ModelRunnerOutput": failures.probe,
 }
 
 
@@ -170,6 +171,7 @@ def install() -> None:
     Worker.load_model = _wrap_load_model(Worker.load_model)
     ParentRequest.get_child_info = _wrap_child_info(ParentRequest.get_child_info)
     prefix_cache.install()
+    failures.install()
 
 
 def _wrap_load_model(original: Callable[..., None]) -> Callable[..., None]:

@@ -25,9 +25,10 @@ OURS = frozenset(
 
 @dataclass(frozen=True)
 class Held:
-    """What a folder holds: ``identity`` is the digest of lock and plan of the run in it."""
+    """What a folder holds: ``identity`` is the digest of lock and plan of the run in it.  ``failed``: a finished run
+    with requests that failed, and the journal of the others."""
 
-    kind: Literal["nothing", "unfinished", "finished", "foreign", "file"]
+    kind: Literal["nothing", "unfinished", "finished", "failed", "foreign", "file"]
     identity: str | None = None
     blocks: tuple[str, ...] = ()
 
@@ -51,10 +52,10 @@ def look(path: Path) -> Held:
     """What stands at ``path``, without touching it.  Raises OSError where it cannot be read."""
     if not path.is_dir():
         return Held("file" if path.exists() or path.is_symlink() else "nothing")
-    run = _mapping(path / "run.json")
+    run, plan = _mapping(path / "run.json"), _mapping(path / "partial" / "plan.json")
     if run is not None and run.get("run") == 1 and run.get("status") == "complete":
-        return Held("finished", run.get("identity"), _names(run.get("blocks")))
-    plan = _mapping(path / "partial" / "plan.json")
+        again = plan is not None and bool(run.get("failed")) and plan.get("identity") == run.get("identity")
+        return Held("failed" if again else "finished", run.get("identity"), _names(run.get("blocks")))
     if plan is not None and plan.get("plan") == 1:
         return Held("unfinished", plan.get("identity"), _names(plan.get("blocks")))
     # A run that was killed before it wrote its plan leaves these and nothing in them.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vtaps.codegen.lock import to_text
 from vtaps.runtime.budgets import rows_kept
-from vtaps.runtime.records import Finished
+from vtaps.runtime.records import Failure, Finished
 from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
 from vtaps.runtime.results.expected import Lock, acts_nowhere
 from vtaps.runtime.results.findings import Finding, collect
@@ -93,9 +93,9 @@ class RunFolder:
 
         ``order`` lists the keys of all requests in the order of the results; ``blocks`` maps the file name of a
         block to its source.  An unfinished run of the same lock and order goes on where it stopped (see
-        :attr:`done`); ``overwrite`` discards what a run, finished or not, left there, once the first request of this
-        one is done.  VT605 where the folder belongs
-        to something else or another process writes it, VT404 where it cannot be written; then it is left untouched.
+        :attr:`done`), and so does a finished one some of whose requests failed; ``overwrite`` discards what a run,
+        finished or not, left there, once the first request of this one is done.  VT605 where the folder belongs to
+        something else or another process writes it, VT404 where it cannot be written; then it is left untouched.
         Raises ValueError where ``order`` repeats a key.
         """
         if len(set(order)) != len(order):
@@ -127,7 +127,7 @@ class RunFolder:
         for file in partial.glob(".tmp-*"):
             if file != self.spool:
                 file.unlink()
-        if found.kind != "unfinished" or self._discard is not None:
+        if found.kind not in ("unfinished", "failed") or self._discard is not None:
             for file in partial.glob("*.safetensors"):
                 file.unlink()
             wanted = identity(self._lock, self._order)
@@ -187,16 +187,17 @@ class RunFolder:
         self,
         engine: Mapping[str, Any],
         *,
-        failed: Mapping[str, str] | None = None,
+        failed: Mapping[str, Failure] | None = None,
         not_run: Collection[str] = (),
         token_text: Callable[[int], str] | None = None,
         vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]] | None = None,
     ) -> list[Diagnostic]:
-        """Write the tables, the reads and ``run.json``, remove the journal, let go of the folder.
+        """Write the tables, the reads and ``run.json``, remove the journal, let go of the folder.  Where requests
+        failed the journal stays, so that the same run tries them again.
 
         ``vectors`` are those that the run made of its reads: name → location → ``[width]``.
 
-        ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to the reason;
+        ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to why;
         ``not_run`` are requests that were not started because a read's budget was kept;
         ``token_text`` gives the text of one token id.  Returns every finding of the run, in the order of the plan.
         Raises ValueError where a request is neither done nor failed, ShapeError where those of a read differ in shape.
@@ -207,6 +208,8 @@ class RunFolder:
             raise ValueError(f"{len(missing)} requests have not finished, the first is {missing[0]!r}")
         if self._discard is not None:
             self._start(self._discard)
+        # What is written from here on is of this finish: a run that is killed in it goes on from the journal.
+        (self.path / "run.json").unlink(missing_ok=True)
         entries = Entries([self._journal(k) for k in self._order if k in self._done])
         layout = Layout(self._lock, entries.values())
         shutil.rmtree(self.path / "reads", ignore_errors=True)
@@ -230,18 +233,15 @@ class RunFolder:
             for d in findings
         ]
         write_atomically(self.path / "run.json", to_json(info))
-        shutil.rmtree(self.path / "partial")
+        shutil.rmtree(self.spool if failed else self.path / "partial", ignore_errors=bool(failed))
         sync_folder(self.path)
         self._held.release()
         self._closed = True
         return findings
 
-    def _failures(self, failed: Mapping[str, str]) -> list[Finding]:
-        return [
-            Finding("VT603", "request", "", f"request {key} failed: {failed[key]}")
-            for key in self._order
-            if key in failed
-        ]
+    def _failures(self, failed: Mapping[str, Failure]) -> list[Finding]:
+        found = [(key, failed[key]) for key in self._order if key in failed]
+        return [Finding(f.code, "request", f.arm, f"request {key} failed: {f.reason}", f.line) for key, f in found]
 
     def close(self) -> None:
         """Let go of the folder.  A run that journaled nothing leaves nothing behind; others stay, to be resumed."""
@@ -249,7 +249,8 @@ class RunFolder:
             return
         self._closed = True
         shutil.rmtree(self.spool, ignore_errors=True)
-        if not self._done and self._discard is None:
+        finished = (self.path / "run.json").exists()
+        if not self._done and self._discard is None and not finished:
             shutil.rmtree(self.path / "partial", ignore_errors=True)
         with suppress(OSError):  # a finished run that is not replaced after all has nothing in it
             (self.path / "partial").rmdir()
@@ -306,7 +307,7 @@ def _refused(path: Path, held: Held, wanted: str, overwrite: bool) -> Diagnostic
         return _refusal("VT605", path, f"{path} holds files that are not a run", "name an empty or a new folder")
     if overwrite:
         return None
-    if held.kind == "finished":
+    if held.kind == "finished" or (held.kind == "failed" and held.identity != wanted):
         same = "this" if held.identity == wanted else "another"
         note = "give --overwrite to replace it, or name another folder"
         return _refusal("VT605", path, f"{path} holds a finished run of {same} spec", note)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vtaps.codegen.lock import lock_digest
+from vtaps.runtime.records import Failure
 from vtaps.runtime.results.claim import bare
 from vtaps.runtime.results.expected import Lock, caches
 from vtaps.runtime.results.journal import Entry
@@ -27,7 +28,7 @@ def run_index(
     entries: Mapping[Path, Entry],
     layout: Layout,
     reads: Mapping[str, Any],
-    failed: Mapping[str, str],
+    failed: Mapping[str, Failure],
 ) -> tuple[dict[str, Any], Counted]:
     """The content of run.json but for the engine's report and the findings, and the counts by edit and arm."""
     counted: Counted = {}
@@ -72,7 +73,7 @@ def run_index(
             for (section, name, arm), (fired, expected, _) in counted.items()
         ],
         "findings": [],
-        "failed": [{"request": k, "reason": failed[k]} for k in order if k in failed],
+        "failed": [{"request": k, "code": f.code, "reason": f.reason} for k in order if (f := failed.get(k))],
         "columns": {"sweep": layout.sweep, "prompt": layout.prompt},
         "reads": dict(reads),
         "files": _sizes(folder),

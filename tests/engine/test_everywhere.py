@@ -6,6 +6,7 @@ come in pieces beside rows of others.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import vtaps  # noqa: E402
 from tests.models import tiny  # noqa: E402
 from vtaps.check import check_file  # noqa: E402
+from vtaps.cli import main  # noqa: E402
 from vtaps.running import run_checked  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -30,6 +32,8 @@ TOLERANCE = 4e-3 if torch.cuda.is_available() else 2e-5
 LAYERS = 4
 LENGTHS = {"five": 5, "chunks": 37, "one": 1, "some": 18}
 PROBES = """\
+import pathlib
+
 import torch
 
 
@@ -57,7 +61,7 @@ def lost(rows):
 
 
 def broken(rows, at):
-    if at.layer == 1 and at.module.endswith("mlp"):
+    if at.layer == 1 and at.module.endswith("mlp") and pathlib.Path(__file__).with_name("break").exists():
         raise KeyError("nothing")
     return rows[:, 0]
 """
@@ -231,10 +235,32 @@ def lengths(run: Any, arm: str) -> dict[str, int]:
     return {name: table["prompt"].to_pylist().count(name) for name in LENGTHS}
 
 
-def test_a_function_that_raises_ends_the_run_at_its_read(tmp_path: Path) -> None:
-    result = check_file(write(tmp_path, "llama", "  broken: {prompts: [short], reads: [broken]}\n"))
-    outcome = run_checked(result, tmp_path / "run")
-    assert outcome.path is None
-    (told,) = [d for d in outcome.findings if d.severity == "error"]
-    assert (told.code, told.span.line) == ("VT603", 11)
-    assert "mlp_out[1]: reads.broken: probes.py:29, in probes.py:broken: KeyError: 'nothing'" in told.message
+def test_a_function_that_raises_fails_its_requests_at_its_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = "  base: {prompts: [all], reads: [every]}\n  broken: {prompts: [short], reads: [broken]}\n"
+    spec, out = write(tmp_path, "llama", arms), tmp_path / "run"
+    command = ["run", str(spec), "--out", str(out), "--quiet"]
+    (tmp_path / "break").touch()
+    told = "mlp_out[1]: reads.broken: probes.py:31, in probes.py:broken: KeyError: 'nothing'"
+
+    def run(*more: str) -> tuple[int, str, str]:
+        code = main([*command, *more])
+        return code, *capsys.readouterr()
+
+    code, said, _ = run("--fail-fast")
+    assert code == 1 and "error[VT620]: request short/short/broken/0: arm broken: " + told in said
+    assert "spec.yaml:11:" in said and not (out / "run.json").exists()
+    code, said, more = run()
+    assert code == 1 and "error[VT620]: request short/short/broken/0 failed: arm broken: " + told in said
+    assert "spec.yaml:11:" in said and "1 of 5 requests failed; the same command tries it again" in more
+    failed = json.loads((out / "run.json").read_text())["failed"]
+    assert [(f["request"], f["code"]) for f in failed] == [("short/short/broken/0", "VT620")]
+    before = vtaps.load(out)
+    assert before.requests["arm"].to_pylist() == ["base"] * 4
+    rows = before["every"].sel(arm="base").numpy().tobytes()
+    (tmp_path / "break").unlink()
+    assert run()[0] == 0 and not (out / "partial").exists()
+    after = vtaps.load(out)
+    assert after.requests["arm"].to_pylist() == ["base"] * 4 + ["broken"]
+    assert after["every"].sel(arm="base").numpy().tobytes() == rows

@@ -23,7 +23,7 @@ from tests.engine.case import (  # noqa: E402
     use,
     write_case,
 )
-from vtaps.runtime.engine import Engine, EngineError  # noqa: E402
+from vtaps.runtime.engine import Engine, RequestError  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -157,8 +157,8 @@ def test_breaks_are_where_functions_run(served: Engine) -> None:
     assert broken == (sorted([HEADS, *STREAMS]) if served.program.mode == "taps" else [])
 
 
-def test_what_the_function_raises_ends_the_run_by_name(served: Engine) -> None:
-    with pytest.raises(EngineError) as caught:
+def test_what_the_function_raises_fails_the_request_by_name(served: Engine) -> None:
+    with pytest.raises(RequestError) as caught:
         list(served.run([request("a", "broken", [5, 6, 7])], lambda _: GREEDY))
-    assert caught.value.code == "VT603"
+    assert caught.value.code == "VT620"
     assert "resid_post[1]: edits.broken: edits.py:18, in edits.py:broken: KeyError: 'nothing'" in caught.value.message

@@ -420,7 +420,7 @@ def test_a_bad_request_fails_alone(engine: Engine) -> None:
         request("empty", "look", []),
         request("fine", "plain", PROMPTS["short"]),
     ]
-    finished = by_key(list(engine.run(requests, lambda _: GREEDY, refused=refused.append)))
+    finished = by_key(list(engine.run(requests, lambda _: GREEDY, failed=refused.append)))
     assert set(finished) == {"good", "fine"}
     assert [(e.key, e.code) for e in refused] == [
         ("good", "VT606"), ("arm", "VT603"), ("point", "VT603"), ("long", "VT603"), ("empty", "VT603"),

@@ -21,7 +21,7 @@ from tests.engine.case import LAYERS, arm, by_key, request, tiny_llama, write_ca
 from tests.models import tiny  # noqa: E402
 from vtaps.runtime import spool as spools  # noqa: E402
 from vtaps.runtime import transport  # noqa: E402
-from vtaps.runtime.engine import Engine, EngineError  # noqa: E402
+from vtaps.runtime.engine import Engine, EngineError, RequestError  # noqa: E402
 from vtaps.runtime.records import Record, Request  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -175,8 +175,12 @@ def test_a_worker_that_is_killed_leaves_nothing(apart: tuple[Engine, Path]) -> N
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-def test_a_full_disk_ends_the_run_by_name(
-    in_process: bool, case: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_fails_whose_rows_it_cannot_take(
+    in_process: bool,
+    case: tuple[dict[str, Any], Path],
+    in_memory: dict[str, Record],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     lock, block = case
@@ -192,11 +196,16 @@ def test_a_full_disk_ends_the_run_by_name(
                 monkeypatch.setattr(spools, "SMALL", 1)
             else:
                 engine._frontend.llm.collective_rpc(adjust, args=("SMALL", 1))
-            with pytest.raises(EngineError) as caught:
-                records(engine)
-        assert caught.value.code == "VT603"
-        told = re.escape(f"rows of a read cannot be kept in {disk}/s/spool-") + "[0-9a-f]+: the disk is full"
-        assert re.search(told, caught.value.message)
+            failed: list[RequestError] = []
+            sampling = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
+            whole = list(engine.run(asked(), lambda _: sampling, failed=failed.append))
+            assert len(whole) + len(failed) == len(PROMPTS) and {e.code for e in failed} == {"VT622"}
+            told = re.escape(f"rows of a read cannot be kept in {disk}/s/spool-") + "[0-9a-f]+: the disk is full"
+            assert all(re.search(told, error.message) for error in failed)
+            # The longest prompt alone is more than the disk holds; what is short is whole, and so is all with room.
+            assert "r3" in {e.key for e in failed} and {f.request.key for f in whole} >= {"r4"}
+            subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+            same(records(engine), in_memory) if in_process else records(engine)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

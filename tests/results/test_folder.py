@@ -23,7 +23,7 @@ from safetensors import safe_open
 from tests.results import make
 from vtaps import schemas
 from vtaps.codegen.lock import to_text
-from vtaps.runtime.records import Request
+from vtaps.runtime.records import Failure, Request
 from vtaps.runtime.results import folder as folder_module
 from vtaps.runtime.results import reads as reads_module
 from vtaps.runtime.results.claim import bare
@@ -300,10 +300,11 @@ def test_requests_that_failed(tmp_path: Path) -> None:
             run.add(make.finish(request))
         with pytest.raises(ValueError, match="1 requests have not finished"):
             run.finish({})
-        (found,) = run.finish({}, failed={ORDER[0]: "out of slots"})
-    assert (found.code, found.message) == ("VT603", f"request {ORDER[0]} failed: out of slots")
+        (found,) = run.finish({}, failed={ORDER[0]: Failure("out of slots", "VT620", "base", 7)})
+    said = (found.code, found.message, found.span.line)
+    assert said == ("VT620", f"request {ORDER[0]} failed: out of slots", 7)
     info = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert info["failed"] == [{"request": ORDER[0], "reason": "out of slots"}]
+    assert info["failed"] == [{"request": ORDER[0], "code": "VT620", "reason": "out of slots"}]
     jsonschema.validate(info, schemas.load("run-v1.schema.json"))
 
 

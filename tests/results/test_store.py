@@ -16,7 +16,7 @@ from tests.results import make
 from tests.results.test_folder import opened
 from vtaps import schemas
 from vtaps.runtime.narrow import narrowed
-from vtaps.runtime.records import Completion, Finished, ReadRows, Record, Request
+from vtaps.runtime.records import Completion, Failure, Finished, ReadRows, Record, Request
 from vtaps.runtime.results.array import ReadArray
 from vtaps.runtime.results.load import load
 from vtaps.runtime.results.tensors import E4M3
@@ -127,6 +127,6 @@ def test_a_read_without_rows_has_one_empty_file(tmp_path: Path) -> None:
         arms={"a": make.arm(reads=["r"])},
     )
     with opened(tmp_path / "run", locked, order=["k"]) as run:
-        run.finish({}, failed={"k": "it failed"})
+        run.finish({}, failed={"k": Failure("it failed")})
     read = load(tmp_path / "run")["r"]
     assert len(read) == 0 and read.site(make.SITES[0]).shape == (0,)

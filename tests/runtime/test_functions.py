@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 from tests.runtime import schedules as sch  # noqa: E402
 from tests.runtime import toy  # noqa: E402
 from vtaps.runtime import ops  # noqa: E402
-from vtaps.runtime.hooks import BlockFault  # noqa: E402
 from vtaps.runtime.memory import Limits  # noqa: E402
 from vtaps.runtime.program import LockError  # noqa: E402
 from vtaps.runtime.session import Session  # noqa: E402
@@ -29,6 +28,17 @@ def worker(folder: Path, source: str) -> toy.Worker:
     return toy.Worker(Session(manifest), [sch.Ask("bent", 1, 3, 4)], Limits(rows=3, requests=1, step_rows=3))
 
 
+class Failed(Exception):
+    """What a request's fault says."""
+
+
+def failed(made: toy.Worker) -> None:
+    """Raises what failed in the worker's last step."""
+    for fault, _ in made.session.failing().values():
+        assert fault.code == "VT620" and f": {fault.definition}: " in fault.message
+        raise Failed(fault.message)
+
+
 def final(made: toy.Worker) -> torch.Tensor:
     """What the model puts out in a prompt's step: the last edited location."""
     rows: list[torch.Tensor] = []
@@ -39,6 +49,7 @@ def final(made: toy.Worker) -> torch.Tensor:
 
     try:
         made.step(PROMPT, made.rows(PROMPT), forward)
+        failed(made)
         return rows[0]
     finally:
         made.session.close()
@@ -68,7 +79,7 @@ def test_another_dtype_is_converted(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_function_may_not_do_names_it(body: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(BlockFault, match="^final: edits.bend: .*" + says):
+    with pytest.raises(Failed, match="^final: edits.bend: .*" + says):
         final(worker(tmp_path, f"def bend(rows):\n    {body}\n"))
 
 
@@ -110,9 +121,11 @@ def felt(folder: Path, body: str, steps: int = 1) -> dict[str, Any]:
     made = toy.Worker(Session(manifest), asks, Limits(rows=3, requests=1, step_rows=3))
     try:
         made.step(PROMPT, made.rows(PROMPT))
+        failed(made)
         for number in range(steps):
             share = (sch.Share(0, 3 + number, 1, True),)
             made.step(share, made.rows(share))
+            failed(made)
         [(_, found)] = made.session.collect([("k0", 0, 1 + steps)])
         return {site: rows for (read, site), rows in found.reads.items() if read == "feel"}
     finally:
@@ -168,12 +181,12 @@ def test_sites_of_a_read_may_have_rows_of_their_own_shape(tmp_path: Path) -> Non
     ],
 )  # fmt: skip
 def test_what_a_read_may_not_do_names_it(body: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(BlockFault, match="^in: reads.feel: feel.py:feel " + says):
+    with pytest.raises(Failed, match="^in: reads.feel: feel.py:feel " + says):
         felt(tmp_path, body, 8)
 
 
 def test_what_a_read_raises_names_its_line(tmp_path: Path) -> None:
-    with pytest.raises(BlockFault, match=r"^in: reads.feel: feel.py:4, in feel.py:feel: IndexError: "):
+    with pytest.raises(Failed, match=r"^in: reads.feel: feel.py:4, in feel.py:feel: IndexError: "):
         felt(tmp_path, "return rows[:, 99]")
 
 

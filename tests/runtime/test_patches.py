@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from safetensors.numpy import save  # noqa: E402
 
 from vtaps.runtime.block import Note  # noqa: E402
-from vtaps.runtime.live import Batch, Scheduled, TableError  # noqa: E402
+from vtaps.runtime.faults import Fault  # noqa: E402
+from vtaps.runtime.live import Batch, Scheduled  # noqa: E402
 from vtaps.runtime.lockfile import parse_program  # noqa: E402
 from vtaps.runtime.memory import Limits, TapMemoryError, patch_bytes, predicted, slots  # noqa: E402
 from vtaps.runtime.patches import PatchMemory, memories  # noqa: E402
@@ -125,11 +126,12 @@ def test_a_row_without_a_source_is_refused_before_it_is_scheduled() -> None:
     made.compile("idle", 0, 5, {})
 
 
-def test_a_row_of_an_id_without_a_source_ends_the_step() -> None:
+def test_a_row_of_an_id_without_a_source_fails_its_request() -> None:
     table = RowTable(program({"rows": "all", "ids": [0]}))
     table.admit("r", asked(), 5)
-    with pytest.raises(TableError, match="patch: request 'k' has no source for its rows"):
-        table.step(_batch(share(0, 5)))
+    assert table.step(_batch(share(0, 5))) == (None, 0)
+    [(fault, since)] = table.failing.values()
+    assert fault == Fault("VT621", "patch: request 'k' has no source for its rows") and since == 0
 
 
 def test_the_memory_counts_against_tap_memory() -> None:

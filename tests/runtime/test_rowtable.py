@@ -3,6 +3,7 @@
 # long because: one program of every kind of use stands behind all of its schedules
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,12 +147,47 @@ def test_an_idle_step_has_no_plan() -> None:
     assert table.plan([share("r0", 0, 3, 0), share("r1", 0, 3, 3)]) is None
 
 
-def test_a_batch_that_is_not_in_order_is_refused() -> None:
+def test_requests_of_a_batch_that_is_not_in_order_fail() -> None:
     table = RowTable(program())
     table.admit("r0", asked("k0", "read"), 4)
     table.admit("r1", asked("k1", "read"), 4)
-    with pytest.raises(TableError, match="not sorted and unique"):
-        table.plan([share("r0", 0, 4, 4), share("r1", 0, 4, 0)])
+    assert table.plan([share("r0", 0, 4, 4), share("r1", 0, 4, 0)]) is None
+    assert table.failing.keys() == {"r0", "r1"}
+    assert all("not sorted and unique" in fault.message for fault, _ in table.failing.values())
+
+
+def test_a_request_that_fails_leaves_the_plan_as_it_would_be_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it was planned before the fault, in each step."""
+
+    def planned(names: Sequence[str], fails: str = "") -> list[Any]:
+        table = RowTable(program())
+        for name in names:
+            n = "abc".index(name)
+            table.admit(name, asked(name, "edit" if n % 2 else "pushed", n % 2), 4)
+        rows = RowTable._rows
+
+        def broken(self: RowTable, live: Any, *args: Any) -> Any:
+            found = rows(self, live, *args)
+            if live.key[0] == fails:
+                raise IndexError("late")
+            return found
+
+        told = []
+        with monkeypatch.context() as patch:
+            patch.setattr(RowTable, "_rows", broken)
+            for start, count in ((0, 4), (4, 1), (5, 1)):
+                shares = [share(name, start, count, count * n) for n, name in enumerate("abc") if name in names]
+                plan, shift = table.step(Batch.of(shares))
+                assert plan is not None
+                fills = (*plan.edits, *plan.reads, *plan.sampled_edits, *plan.sampled_reads)
+                told.append([(f.name, f.rows.tolist(), f.positions.tolist(), f.bounds.tolist()) for f in fills])
+                told[-1] += [(m.name, [live.key for live in m.lives]) for m in plan.metrics] + [shift]
+        if fails:
+            assert table.failing.keys() == {fails} and table.failing[fails][1] == 0
+            assert table.collect((fails, 0)).fault is table.failing[fails][0]
+        return told
+
+    assert planned("abc", "b") == planned("ac") != planned("abc")
 
 
 def test_keys_are_alive_once() -> None:
@@ -431,8 +467,9 @@ def test_rows_from_the_prefix_cache_are_counted_and_never_missing_from_a_read() 
     table = RowTable(program())
     table.admit("r0", asked("k0", "edit", 1), 8)
     table.admit("r1", asked("k1", "idle"), 8)
-    with pytest.raises(TableError, match=r"read all: the rows 0 … 3 came from the prefix cache"):
-        table.plan([share("r0", 4, 4, 0)])
+    table.plan([share("r0", 4, 4, 0), share("r1", 0, 1, 4)])
+    assert table.failing.keys() == {"r0"}
+    assert table.failing["r0"][0].message == "read all: the rows 0 … 3 came from the prefix cache"
     table = RowTable(program())
     table.admit("r0", asked("k0", "pushed"), 8)
     table.admit("r1", asked("k1", "idle"), 8)

@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 from vtaps.runtime.compat.frontend import Output
 from vtaps.runtime.engine import Engine, EngineError, RequestError
+from vtaps.runtime.merging import Merging
 from vtaps.runtime.records import Record, Request
 
 
@@ -64,6 +65,7 @@ class Folders:
 
 class Program:
     patterns: Mapping[str, Any] = {}
+    sites: Mapping[str, Any] = {}
 
     def compile(self, *_: Any) -> None:
         return None
@@ -72,7 +74,8 @@ class Program:
 def engine(frontend: Frontend, **report: Any) -> Engine:
     made = object.__new__(Engine)
     made._frontend, made._folders, made.program = frontend, Folders(), Program()  # type: ignore[assignment]
-    made._faults, made._attention = lambda: [], {}
+    made._faults, made._attention, made._over, made._lines = lambda: [], {}, None, {}
+    made._merging = Merging(made.program, [{}])
     made.report = {
         "max_num_seqs": 2, "max_num_batched_tokens": 6, "in_process": True, "async_scheduling": True,
         "prefix_caching": False, **report,

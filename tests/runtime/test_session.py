@@ -24,8 +24,9 @@ from tests.runtime import schedules as sch
 from tests.runtime import toy, toy_program
 from tests.saes import activations
 from vtaps.runtime import harvest, memory, ops, spool
+from vtaps.runtime.handshake import told
 from vtaps.runtime.hooks import BlockFault, InstallError, parameter_names
-from vtaps.runtime.live import Scheduled, TableError
+from vtaps.runtime.live import Scheduled
 from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.program import LockError
@@ -349,8 +350,8 @@ def test_a_mean_leaves_out_rows_after_the_stop(computed: int, generated: int, tm
 
 def test_a_mean_that_cannot_leave_them_out_says_so(tmp_path: Path) -> None:
     s, _ = long_mean(tmp_path, 400)
-    with pytest.raises(TableError, match="already part of the mean"):
-        s.collect([("k", 0, 5)])
+    [(_, found)] = s.collect([("k", 0, 5)])
+    assert found.fault is not None and "already part of the mean" in found.fault.message and not found.reads
 
 
 def test_a_row_computed_again_is_taken_once_and_the_first_stands(tmp_path: Path) -> None:
@@ -422,20 +423,22 @@ def small_ring(tmp_path: Path, mode: str, **read: int) -> tuple[Session, Toy]:
 @pytest.mark.usefixtures("two_steps")
 def test_a_step_that_needs_more_slots_than_there_are_is_refused(tmp_path: Path) -> None:
     s, model = small_ring(tmp_path, "taps", step_rows=1, requests=1)
-    assert s.handshake()["slots"] == {"look/tokens": 2}
+    assert told(s)["slots"] == {"look/tokens": 2}
     step(s, model, X[:2])
-    with pytest.raises(TableError, match="read look: a step selects 3 rows and there are 2 slots"):
-        step(s, model, X, 2)
+    step(s, model, X, 2)
+    [(fault, since)] = s.failing().values()
+    assert (fault.code, since) == ("VT621", 0)
+    assert fault.message.startswith("read look: a step selects 3 rows and there are 2 slots")
 
 
 @pytest.mark.usefixtures("two_steps")
 def test_without_a_graph_a_ring_grows_to_what_a_step_needs(tmp_path: Path) -> None:
     s, model = small_ring(tmp_path, "eager", step_rows=3, requests=2)
-    assert s.handshake()["slots"] == {"look/tokens": 12}
+    assert told(s)["slots"] == {"look/tokens": 12}
     step(s, model, X[:2])
     # Two rows wait in the ring while it becomes another.
     step(s, model, more := torch.arange(52.0).reshape(13, WIDTH), 2)
-    assert s.handshake()["slots"] == {"look/tokens": 26}
+    assert told(s)["slots"] == {"look/tokens": 26}
     read = record(s, 13).reads["look", "s"]
     np.testing.assert_array_equal(read.values["rows"], torch.cat([X[:2], more]).numpy())
 

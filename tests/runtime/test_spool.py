@@ -338,7 +338,7 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
 
     def send() -> None:
         for _ in range(10):
-            made._send([torch.zeros(10)], deliver, None, 1)  # 40 bytes
+            made._send([torch.zeros(10)], deliver, None, 1, [])  # 40 bytes
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -354,10 +354,13 @@ def test_a_disk_that_is_slow_holds_the_steps_up(monkeypatch: pytest.MonkeyPatch)
     def fail(_: Any) -> None:
         raise SpoolError("the disk is full")
 
-    made._send([torch.zeros(10)], fail, None, 1)
+    lives = [object()]
+    made.lost = harvest.deque()
+    made._send([torch.zeros(10)], fail, None, 1, lives)
+    made._send([torch.zeros(10)], lambda _: None, None, 1, [object()])
     made.close()
-    with pytest.raises(SpoolError, match="the disk is full"):
-        made._send([torch.zeros(10)], fail, None, 1)
+    [(whose, error)] = made.lost
+    assert whose is lives and str(error) == "the disk is full" and made._on_way == 0
 
 
 @pytest.mark.parametrize(

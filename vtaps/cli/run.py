@@ -21,6 +21,7 @@ def add(verbs: Any) -> None:
     verb.add_argument("spec", metavar="SPEC", help="a spec file")
     verb.add_argument("--out", metavar="DIR", help="the run folder (default: runs/NAME of the spec)")
     verb.add_argument("--overwrite", action="store_true", help="replace a finished run")
+    verb.add_argument("--fail-fast", action="store_true", help="end the run at the first request that fails")
     verb.add_argument("--processes", action="store_true", help="run vLLM's engine core in a process of its own")
     verb.add_argument("--quiet", action="store_true", help="no progress, no table")
     verb.add_argument("--verbose", action="store_true", help="let vLLM and torch print their own warnings")
@@ -40,11 +41,14 @@ def run(args: argparse.Namespace) -> int:
     report(result.diagnostics, "text", result.documents)
     out = Path(args.out) if args.out else Path("runs") / Path(args.spec).stem
     with _Bars(quiet=args.quiet) as bars:
-        outcome = run_checked(result, out, overwrite=args.overwrite, in_process=not args.processes, watch=bars.watch())
+        outcome = run_checked(
+            result, out, overwrite=args.overwrite, in_process=not args.processes, fail_fast=args.fail_fast,
+            watch=bars.watch(),
+        )  # fmt: skip
     report(outcome.findings, args.format, result.documents)
     if outcome.path is None:
         early = {d.code for d in outcome.findings} <= {"VT401", "VT402", "VT403", "VT404", "VT405", "VT605"}
-        return 1 if early else 3
+        return 1 if early or outcome.failed else 3
     if not args.quiet and args.format == "text":
         from rich.console import Console
 
@@ -56,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         if outcome.not_run:
             print(f"{outcome.not_run} requests were not run: the budget of their reads was kept", file=sys.stderr)
         Console().print(summary(load(outcome.path)))
-    return 0 if outcome.ok else 3
+    if outcome.failed and args.format == "text":
+        again = f"the same command tries {'it' if outcome.failed == 1 else 'them'} again"
+        print(f"{outcome.failed} of {outcome.served + outcome.failed} requests failed; {again}", file=sys.stderr)
+    return 0 if outcome.ok else 1 if outcome.of_requests else 3
 
 
 def hush() -> None:
