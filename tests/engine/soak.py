@@ -36,6 +36,7 @@ from vtaps.verification import together
 from vtaps.verifying import bound_of
 
 LENGTH, BLOCK, TOKENS = 256, 32, 200
+PIECES = (0, 1, 7, 64)
 EDITS: dict[str, dict[str, Any]] = {
     "late": {"at": "resid_post[1]", "tokens": "sampling", "add": {"vector": "x", "scale": 1.0}},
     "every": {"at": "resid_mid[0]", "tokens": "all", "add": {"vector": "y", "scale": -1.0}},
@@ -79,13 +80,15 @@ ARMS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Regime:
     """The model, and what the scheduler is told.  ``pieces``: how many tokens of a prompt go into one step, in turn
-    for each batch; 0 for as many as fit.  ``checkpoint``: in place of the tiny one of ``family``."""
+    for each batch; 0 for as many as fit.  ``wave``: fewer than so many requests come together.  ``checkpoint``: in
+    place of the tiny one of ``family``."""
 
     family: str = "llama"
     checkpoint: Path | None = None
     dtype: str = "float32"
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    pieces: tuple[int, ...] = (0, 1, 7, 64)
+    pieces: tuple[int, ...] = (0,)
+    wave: int = 40
 
     @property
     def path(self) -> str:
@@ -253,7 +256,7 @@ def soak(
     arms = [(name, i) for name, arm in numbers.lock["arms"].items() for i in range(len(arm["points"]))]
     drawing, told, rng = Drawing(np.random.default_rng(seed), arms), Told(), np.random.default_rng(seed + 1)
     came: Counter[str] = Counter()
-    pieces, most = cycle(regime.pieces), max(2, min(40, requests // 4))
+    pieces = cycle(regime.pieces)
     with Engine(numbers.lock, folder, numbers.block, folder / "manifest") as engine, watched(told):
         scheduler = engine._frontend.engine.engine_core.engine_core.scheduler
         while told.requests < requests:
@@ -261,7 +264,9 @@ def soak(
                 numbers, other = other, numbers
                 engine.load(numbers.lock, folder, numbers.block)
                 told.loads += 1
-            wave = dict(_keyed(drawing) for _ in range(min(int(rng.integers(1, most)), requests - told.requests)))
+            wave = dict(
+                _keyed(drawing) for _ in range(min(int(rng.integers(1, regime.wave)), requests - told.requests))
+            )
             told.requests += len(wave)
             while wave:
                 # vLLM asks for it in each step.
@@ -343,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = soak(
             Path(folder), options.mode, options.requests, options.seed,
-            lambda text: print(f"\r{text}", end="", file=sys.stderr, flush=True),
+            lambda text: print(f"\r{text}", end="", file=sys.stderr, flush=True), Regime(pieces=PIECES),
         )  # fmt: skip
     print(file=sys.stderr)
     summary = {"mode": options.mode, "seed": options.seed, **{k: v for k, v in vars(told).items() if k != "wrong"}}
