@@ -83,6 +83,10 @@ soak: venv ## 2,000 requests drawn at random on each engine, every row held agai
 	@status=0; for mode in taps eager; do \
 	    $(BIN)/python -m tests.engine.soak --mode $$mode $(ARGS) || status=1; done; exit $$status
 
+.PHONY: faults
+faults: venv ## every call that changes a run folder fails, is cut short or is the process's last one (10 minutes)
+	@VTAPS_EVERY_FAULT=1 $(BIN)/python -m pytest tests/results/test_faults.py -n 2 $(ARGS)
+
 .PHONY: lint
 lint: venv ## ruff: rules and layout
 	@$(BIN)/ruff check .

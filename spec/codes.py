@@ -102,6 +102,7 @@ CODES: dict[str, Code] = {
     "VT403": Code("there is no compiled block"),
     "VT404": Code("cannot write there"),
     "VT405": Code("the generated block does not verify"),
+    "VT406": Code("results cannot be written any more"),
     # 5xx vLLM
     "VT501": Code("unknown vLLM engine argument"),
     "VT502": Code("vLLM engine argument of the wrong type"),

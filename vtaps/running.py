@@ -14,7 +14,7 @@ from vtaps.codegen.drift import drift
 from vtaps.compiling import Compiled, compile_plan
 from vtaps.runtime.budgets import Budgets
 from vtaps.runtime.records import Finished, Request
-from vtaps.runtime.results.folder import RunFolder
+from vtaps.runtime.results.folder import RunFolder, WriteError
 from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.arms import points_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
@@ -178,9 +178,11 @@ def _serve(
         except EngineError as error:
             where = _definition(error.message, result.doc)
             return Outcome(None, [*found, Diagnostic(error.code, error.message, where)], resumed)
+        except WriteError as error:
+            return Outcome(None, [*found, Diagnostic("VT406", error.message, span, note=error.note)], resumed)
         except OSError as error:
-            reason = f"cannot write {folder.path}: {error.strerror or error}"
-            return Outcome(None, [*found, Diagnostic("VT404", reason, span)], resumed)
+            place, why = error.filename or "the temporary folder", error.strerror or error
+            return Outcome(None, [*found, Diagnostic("VT404", f"cannot write {place}: {why}", span)], resumed)
     tokens = result.tokens
     watch.tell("writing results")
     try:
@@ -189,9 +191,8 @@ def _serve(
         findings = folder.finish(
             report, failed=failed, not_run=not_run, token_text=lambda i: tokens.pieces((i,))[0], vectors=vectors
         )
-    except OSError as error:
-        reason = f"cannot write {folder.path}: {error.strerror or error}"
-        return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)
+    except WriteError as error:
+        return Outcome(None, [*found, Diagnostic("VT406", error.message, span, note=error.note)], resumed)
     except ShapeError as error:
         again = "what its function gives changed between two starts of this run: `--overwrite` starts anew"
         where = result.doc.key("reads", error.read)
