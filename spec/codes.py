@@ -113,7 +113,7 @@ CODES: dict[str, Code] = {
     "VT601": Code("a worker runs without the block"),
     "VT602": Code("rows fired differ from rows expected"),
     "VT603": Code("a request failed in the worker"),
-    "VT604": Code("a read is all zero or not finite", "warning"),
+    "VT604": Code("values are all zero or not finite"),
     "VT605": Code("the run folder belongs to something else"),
     "VT606": Code("duplicate live request key"),
     "VT607": Code("the engine did not start"),

@@ -172,7 +172,7 @@ def _serve(
                     for batch in batches(plan, waiting):
                         while wanted := left(batch):
                             for finished in engine.run(budgets.start(sources.ready(wanted)), sampling_of, refused):
-                                found += [d for d in folder.add(finished) if d.code != "VT604"]
+                                found += folder.add(finished)
                                 budgets.done(finished.request, folder.kept)
                                 watch.step(finished)
         except EngineError as error:

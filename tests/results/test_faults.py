@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_says_what_is_whole_and_how_to_go_on(size: str, whil
         with pytest.raises(WriteError) as caught:
             write(disk / "run")
         kept = len(list((disk / "run/partial").glob("[0-9]*.safetensors")))
-        assert 0 < kept and (kept < len(ORDER)) == while_served
+        assert kept > 0 and (kept < len(ORDER)) == while_served
         assert caught.value.message == f"results cannot be written to {disk / 'run'}: the disk is full"
         assert caught.value.note.startswith(
             f"{kept} of {len(ORDER)} requests are kept there, each whole; free some space"
