@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -53,14 +52,13 @@ def folder(mode: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(folder: Path, *args: str, **more: str) -> subprocess.Popen[str]:
-    """A process group of its own, as a shell's; ``more`` of its environment."""
+def command(folder: Path, *args: str) -> subprocess.Popen[str]:
     # What an engine in this process has set for itself is none of a person's environment.
     own = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") or "CACHE" in name}
-    env = {**own, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "COLUMNS": "120", **more}
+    env = {**own, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "COLUMNS": "120"}
     return subprocess.Popen(
         [sys.executable, "-m", "vtaps", *args], cwd=folder, env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -137,55 +135,6 @@ def test_an_interrupted_run_resumes_to_the_same_files(how: signal.Signals, folde
     assert f"{kept} requests were there already" in err
     assert content(folder / "cut") == content(folder / "whole")
     assert not partial.exists()
-
-
-def test_a_full_disk_a_dead_engine_and_an_interrupt_one_after_another_change_no_byte(folder: Path) -> None:
-    """The engine in this process, then in one of its own, then in this one again."""
-    partial, disk = folder / "cut" / "partial", folder / "disk"
-
-    def start(out: str, *how: str) -> subprocess.Popen[str]:
-        # One thread: as many in this process as in the engine's own, so that both round alike.
-        return command(folder, "run", "spec.yaml", "--out", out, "--quiet", *how, VLLM_CPU_OMP_THREADS_BIND="0")
-
-    def cut_after(more: int, *how: str) -> subprocess.Popen[str]:
-        process, before, deadline = start("cut", *how), len(whole(partial)), time.monotonic() + 120
-        while len(whole(partial)) < before + more and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        return process
-
-    done(start("whole"))
-    disk.mkdir()
-    (folder / "cut").symlink_to(disk)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk]
-    mounted = not subprocess.run(mount, capture_output=True).returncode  # only root can
-    try:
-        if mounted:
-            _, err = done(start("cut"), 3)
-            assert "VT406" in err and f"{len(whole(partial))} of {PROMPTS * 4} requests are kept there" in err
-            assert "the disk is full" in err and "the same command" in err and len(whole(partial)) >= 4
-            subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-
-        process = cut_after(6, "--processes")
-        [engine] = [p for p in psutil.Process(process.pid).children(recursive=True) if "EngineCore" in p.name()]
-        engine.kill()
-        _, err = done(process, 3)
-        assert "VT603" in err and len(err) < 2000
-
-        process = cut_after(6, "--processes")
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = done(process, 130)
-        assert "interrupted: what is finished is kept in cut; the same command goes on with the rest" in err
-        kept = len(whole(partial))
-        assert 12 <= kept < PROMPTS * 4, "it was cut in the middle"
-        with pytest.raises(vtaps.RunError, match="has not finished"):
-            vtaps.load(folder / "cut")
-
-        done(start("cut"))
-        assert content(folder / "cut") == content(folder / "whole") and not partial.exists()
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_the_same_run_twice_at_once_is_refused(folder: Path) -> None:
