@@ -25,6 +25,7 @@ from vtaps.runtime.results.expected import Lock, acts_nowhere
 from vtaps.runtime.results.findings import Finding, collect
 from vtaps.runtime.results.index import run_index, sealed
 from vtaps.runtime.results.journal import (
+    Entries,
     Entry,
     encode,
     file_name,
@@ -39,22 +40,6 @@ from vtaps.runtime.results.means import RunMean, run_mean
 from vtaps.runtime.results.reads import write_reads, write_vectors
 from vtaps.runtime.results.tables import Layout, write_tables
 from vtaps.spec.diagnostics import Diagnostic, Span
-
-
-class Entries(Mapping[Path, Entry]):
-    """The journal in the order of the plan; each entry is read when it is asked for and not kept."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    def __getitem__(self, path: Path) -> Entry:
-        return read_entry(path)
-
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
 
 class WriteError(Exception):
