@@ -92,6 +92,10 @@ soak: venv ## 2,000 requests drawn at random on each engine, every row held agai
 fuzz: venv ## 10,000 drawn specs and 1,000 with slips through check and compile (5 minutes); ARGS="--seed 1" for others
 	@$(BIN)/python -m tests.spec.fuzz $(ARGS)
 
+.PHONY: faults
+faults: venv ## every call that changes a run folder fails, is cut short or is the process's last one (10 minutes)
+	@VTAPS_EVERY_FAULT=1 $(BIN)/python -m pytest tests/results/test_faults.py -n 2 $(ARGS)
+
 .PHONY: lint
 lint: venv ## ruff: rules and layout
 	@$(BIN)/ruff check .

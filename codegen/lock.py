@@ -108,6 +108,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "ids": None if p.ids is None else list(p.ids),
                 **({} if p.read.sae is None else {"sae": spec.saes[p.read.sae].dir}),
                 **({"store": p.read.store.to_json()} if p.read.store is not None else {}),
+                **({"allow": list(p.read.allow)} if p.read.allow else {}),
                 **({"budget": p.read.budget} if p.read.budget is not None else {}),
                 **_attention(p),
                 **_python(p.read.python, plan),

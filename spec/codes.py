@@ -107,6 +107,7 @@ CODES: dict[str, Code] = {
     "VT403": Code("there is no compiled block"),
     "VT404": Code("cannot write there"),
     "VT405": Code("the generated block does not verify"),
+    "VT406": Code("results cannot be written any more"),
     # 5xx vLLM
     "VT501": Code("unknown vLLM engine argument"),
     "VT502": Code("vLLM engine argument of the wrong type"),
@@ -120,7 +121,7 @@ CODES: dict[str, Code] = {
     "VT601": Code("a worker runs without the block"),
     "VT602": Code("rows fired differ from rows expected"),
     "VT603": Code("a request is refused, or the engine ended"),
-    "VT604": Code("a read is all zero or not finite", "warning"),
+    "VT604": Code("values are all zero or not finite"),
     "VT605": Code("the run folder belongs to something else"),
     "VT606": Code("duplicate live request key"),
     "VT607": Code("the engine did not start"),

@@ -234,6 +234,8 @@ def read_of(read: Read) -> dict[str, Any]:
         out["lens"] = _Flow({"top": read.top} if read.top is not None else {"ids": list(read.ids or ())})
     elif read.python is not None:
         out["python"] = ":".join(read.python)
+    if read.allow:
+        out["allow"] = list(read.allow)
     if read.budget is not None:
         out["budget"] = _Flow({"tokens": read.budget})
     if read.heads is not None:

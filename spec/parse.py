@@ -231,7 +231,7 @@ def _read(name: str, data: Mapping[str, Any], where: NodePath) -> Read:
     heads = parse_ranges(data["heads"]) if "heads" in data else None
     read = Read(
         name, where, _at(data["at"], (*where, "at")), parse_rows(data["tokens"]), sees=data.get("sees"), store=store,
-        heads=heads, budget=data["budget"]["tokens"] if "budget" in data else None,
+        heads=heads, budget=data["budget"]["tokens"] if "budget" in data else None, allow=tuple(data.get("allow", ())),
     )  # fmt: skip
     if "mean_over" in data:
         return replace(read, kind="mean", over=data["mean_over"])

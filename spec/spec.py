@@ -190,7 +190,8 @@ class Gate:
 class Read:
     """``vectors`` are those of ``project``, or weight and bias of ``probe``; ``top`` and ``ids`` are tokens of
     ``lens``, features of ``features``; ``python``: (file, function); ``heads``: inclusive ranges of a pattern's heads,
-    None for all; ``over``: what a mean is of, the rows of a request or those of a run's arm."""
+    None for all; ``over``: what a mean is of, the rows of a request or those of a run's arm; ``allow``: rows that are
+    no fault, ``zero`` or ``not_finite``."""
 
     name: str
     where: NodePath
@@ -207,6 +208,7 @@ class Read:
     budget: int | None = None
     heads: tuple[Interval, ...] | None = None
     over: Literal["request", "run"] = "request"
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

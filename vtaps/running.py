@@ -15,7 +15,7 @@ from vtaps.compiling import Compiled, compile_plan
 from vtaps.runtime.budgets import Budgets
 from vtaps.runtime.errors import RequestError
 from vtaps.runtime.records import Failure, Finished, Request
-from vtaps.runtime.results.folder import RunFolder
+from vtaps.runtime.results.folder import RunFolder, WriteError
 from vtaps.runtime.results.reads import ShapeError
 from vtaps.spec.arms import points_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors
@@ -197,16 +197,18 @@ def _serve(
                     for batch in batches(plan, waiting):
                         while wanted := left(batch):
                             for finished in engine.run(budgets.start(sources.ready(wanted)), sampling_of, not_whole):
-                                found += [d for d in folder.add(finished) if d.code != "VT604"]
+                                found += folder.add(finished)
                                 budgets.done(finished.request, folder.kept)
                                 watch.step(finished)
         except EngineError as error:
             where = _definition(error.message, result.doc)
             told = [*found, Diagnostic(error.code, error.message, where)]
             return Outcome(None, told, resumed, failed=int(isinstance(error, RequestError)))
+        except WriteError as error:
+            return Outcome(None, [*found, Diagnostic("VT406", error.message, span, note=error.note)], resumed)
         except OSError as error:
-            reason = f"cannot write {folder.path}: {error.strerror or error}"
-            return Outcome(None, [*found, Diagnostic("VT404", reason, span)], resumed)
+            place, why = error.filename or "the temporary folder", error.strerror or error
+            return Outcome(None, [*found, Diagnostic("VT404", f"cannot write {place}: {why}", span)], resumed)
     tokens = result.tokens
     watch.tell("writing results")
     try:
@@ -215,9 +217,8 @@ def _serve(
         findings = folder.finish(
             report, failed=failed, not_run=not_run, token_text=lambda i: tokens.pieces((i,))[0], vectors=vectors
         )
-    except OSError as error:
-        reason = f"cannot write {folder.path}: {error.strerror or error}"
-        return Outcome(None, [Diagnostic("VT404", reason, span)], resumed)
+    except WriteError as error:
+        return Outcome(None, [*found, Diagnostic("VT406", error.message, span, note=error.note)], resumed)
     except ShapeError as error:
         again = "what its function gives changed between two starts of this run: `--overwrite` starts anew"
         where = result.doc.key("reads", error.read)

@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 class _Shard:
     """One file of a site: its rows are ``start … stop−1`` of the site's."""
 
-    path: Path
+    file: str
     tensors: Mapping[str, Tensor]
     start: int
     stop: int
@@ -38,7 +38,7 @@ def _shards(folder: Path, files: str | list[str]) -> tuple[_Shard, ...]:
         tensors = read_header(folder / file)[1]
         start = out[-1].stop if out else 0
         rows = next((t.shape[0] for t in tensors.values()), 0)
-        out.append(_Shard(folder / file, tensors, start, start + rows))
+        out.append(_Shard(file, tensors, start, start + rows))
     return tuple(out)
 
 
@@ -64,7 +64,7 @@ class ReadArray:
     @staticmethod
     def open(run: RunResult, name: str) -> ReadArray:
         read = run.info["reads"][name]
-        rows = pq.read_table(run.path / "reads" / name / "rows.parquet", memory_map=True)
+        rows = pq.read_table(run.whole(f"reads/{name}/rows.parquet"), memory_map=True)
         rows = _with_sweep(rows, run)
         sites = tuple(read["sites"])
         shards = {site: _shards(run.path, read["sites"][site]) for site in sites}
@@ -166,9 +166,10 @@ class ReadArray:
     def _part(self, shard: _Shard, field: str) -> Array:
         """The wanted rows of one file."""
         tensor, index = shard.tensors[field], self._index
-        values, scale = memory_map(shard.path, tensor), None
+        path = self._run.whole(shard.file)
+        values, scale = memory_map(path, tensor), None
         if field == "rows" and "scale" in shard.tensors:
-            scale = memory_map(shard.path, shard.tensors["scale"])
+            scale = memory_map(path, shard.tensors["scale"])
         if index is not None:
             index = index[(shard.start <= index) & (index < shard.stop)] - shard.start
             values, scale = values[index], None if scale is None else scale[index]

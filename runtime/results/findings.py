@@ -79,8 +79,8 @@ def collect(findings: Iterable[Finding], lock: Lock) -> list[Diagnostic]:
 
 
 def examine(lock: Lock, request: Request, completion: Completion, expected: Expected) -> list[Finding]:
-    """VT602 for every edit, override, read and metric whose rows are not the expected ones, VT604 for reads that
-    are all zero or not finite, VT609 for a location at which a Python read gave nothing but NaN."""
+    """VT602 for every edit, override, read and metric whose rows are not the expected ones, VT604 for reads and
+    metrics that are all zero or not finite, VT609 for a location at which a Python read gave nothing but NaN."""
     where = f"arm {request.arm}, prompt {request.prompt_id}"
     if completion.index:
         where += f", completion {completion.index}"
@@ -188,6 +188,13 @@ def _odd_scores(
             message = f"gate {name}, {where}: {_rows(at)} with a score that is not finite, first at position {at[0]}"
             line = lock["gates"][name].get("line")
             yield Finding("VT604", f"gate {name}", request.arm, message, line, "such a score passes no bound")
+    for name in expected.metrics:
+        positions, values = completion.record.metrics.get(name, (_NONE, np.empty(0, np.float32)))
+        # A banned token has a log probability of minus infinity.
+        at = positions[np.isnan(values) & (positions < expected.rows)]
+        if len(at):
+            message = f"metric {name}, {where}: {_rows(at)} with a value that is no number, first at position {at[0]}"
+            yield Finding("VT604", f"metric {name}", request.arm, message, lock["metrics"][name].get("line"))
 
 
 def _worthless(
@@ -195,27 +202,31 @@ def _worthless(
 ) -> Iterator[Finding]:
     for name in expected.reads:
         read = lock["reads"][name]
-        faults: dict[str, list[tuple[str, int, int]]] = {}
+        allowed = {word.replace("_", " ").replace("zero", "all zero") for word in read.get("allow", ())}
+        faults: dict[str, list[tuple[str, str, int, int]]] = {}
         for site, rows in (sites_of(lock, completion, name) or {}).items():
             if site == SAMPLES:
                 continue
             banned = _banned(lock, request, name, site)
-            for fault, at in _faults_of(read["kind"], rows, expected.rows, banned):
-                if fault == "all zero" and _zeroed(lock, request, name, site):
+            for fault, field, at in _faults_of(read["kind"], rows, expected.rows, banned):
+                if fault in allowed:
                     continue
                 if read["kind"] != "mean":
                     at = at[at < expected.rows]
+                if fault == "all zero":
+                    at = _not_zeroed(lock, request, name, site, at, expected)
                 if len(at):
-                    faults.setdefault(fault, []).append((site, int(at[0]), len(at)))
+                    faults.setdefault(fault, []).append((site, field, int(at[0]), len(at)))
         for fault, places in faults.items():
-            site, position, _ = places[0]
-            count = sum(n for _, _, n in places)
+            site, field, position, _ = places[0]
+            count = sum(n for *_, n in places)
+            told = f" in {field}" if field != read["kind"] else ""
             yield Finding(
                 "VT609" if fault == NAN else "VT604",
                 f"read {name} {fault}",
                 request.arm,
                 f"read {name}, {where} (request {request.key}): {count} row{'s' * (count != 1)} at {len(places)} "
-                f"site{'s' * (len(places) != 1)} {fault}, first at {site}, position {position}",
+                f"site{'s' * (len(places) != 1)} {fault}{told}, first at {site}, position {position}",
                 read.get("line"),
                 _note(read, fault),
             )
@@ -230,27 +241,27 @@ def _note(read: Mapping[str, Any], fault: str) -> str | None:
     return None
 
 
-def _faults_of(kind: str, rows: ReadRows, count: int, banned: bool) -> Iterator[tuple[str, Ints]]:
-    """Positions of all-zero rows and of rows that are not finite; a mean answers for its first row.  ``count``: the
-    completion's rows, past which nothing counts; ``banned``: −inf is due."""
+def _faults_of(kind: str, rows: ReadRows, count: int, banned: bool) -> Iterator[tuple[str, str, Ints]]:
+    """Fault, field and positions of all-zero rows and of rows that are not finite; a mean answers for its first row.
+    ``count``: the completion's rows, past which nothing counts; ``banned``: −inf is due."""
     positions = rows.positions
     if kind == "python" and _all_nan(rows.values["python"][positions < count], rows.dtype):
-        yield NAN, positions
+        yield NAN, "python", positions
         return
     if kind == "pattern":
         # What is past a row's keys is NaN, and nothing else may be.
         values, keys = rows.values["pattern"], rows.values["keys"]
         whole = np.isfinite(values).sum((1, 2)) == keys * values.shape[1]
         if not whole.all():
-            yield "not finite", positions[~whole]
+            yield "not finite", "pattern", positions[~whole]
         return
     for i, field in enumerate(f for f in FLOATS.get(kind, ()) if f in rows.values):
         zero, finite = _zero_and_finite(rows.values[field], rows.dtype, banned)
         at = positions if len(positions) == len(zero) else positions[: len(zero)]
         if not finite.all():
-            yield "not finite", at[~finite[: len(at)]]
+            yield "not finite", field, at[~finite[: len(at)]]
         if i == 0 and zero.any() and kind not in ("python", "features"):
-            yield "all zero", at[zero[: len(at)]]
+            yield "all zero", field, at[zero[: len(at)]]
 
 
 def _zero_and_finite(
@@ -290,16 +301,27 @@ def _banned(lock: Lock, request: Request, read: str, site: str) -> bool:
     return any(entry.get("coefficient") == BAN and site in entry["sites"] for entry in used)
 
 
-def _zeroed(lock: Lock, request: Request, read: str, site: str) -> bool:
-    """Whether the arm itself makes whole rows of the site zero before the read sees them."""
-    if lock["reads"][read].get("sees") == "before_edits":
-        return False
+DOTS = ("project", "probe")
+"""Kinds of read whose one number a row is exactly zero where an edit of the site makes it so."""
+
+
+def _not_zeroed(lock: Lock, request: Request, read: str, site: str, at: Ints, expected: Expected) -> Ints:
+    """Those of the positions at which the arm has not itself made the read's value zero, at the site or in its
+    layer: with all heads of `z` zero, `attn_out` is."""
+    kind, sites = lock["reads"][read]["kind"], lock["sites"]
+    before = lock["reads"][read].get("sees") == "before_edits"
+    layer = sites[site].get("layer")
     for entry in point_of(lock, request.arm, request.point)["edits"]:
         edit = lock["edits"][entry["edit"]]
         zero = edit["verb"] == "zero" or (edit["verb"] in ("scale", "set") and entry.get("coefficient") == 0)
-        if zero and site in entry["sites"] and edit.get("columns") is None:
-            return True
-    return False
+        zero = zero and edit.get("columns") is None
+        here = site in entry["sites"] and not before and (zero or kind in DOTS)
+        near = zero and any(s != site and layer is not None and sites[s].get("layer") == layer for s in entry["sites"])
+        if here or near:
+            # A mean is of many rows: it is zero where they all are.
+            acted = expected.edits.get(entry["edit"], _NONE)
+            at = at[:0] if kind == "mean" else np.setdiff1d(at, acted)
+    return at
 
 
 def _rows(positions: Ints) -> str:

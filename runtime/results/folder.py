@@ -6,9 +6,10 @@ reader wants is written out of the journal at the end, ``run.json`` last.
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,11 +20,12 @@ import numpy.typing as npt
 from vtaps.codegen.lock import to_text
 from vtaps.runtime.budgets import rows_kept
 from vtaps.runtime.records import Failure, Finished
-from vtaps.runtime.results.claim import FolderLock, Held, bare, clear, identity, look
+from vtaps.runtime.results.claim import PLAN, RUN, FolderLock, Held, bare, clear, identity, look, remove_written
 from vtaps.runtime.results.expected import Lock, acts_nowhere
 from vtaps.runtime.results.findings import Finding, collect
-from vtaps.runtime.results.index import run_index
+from vtaps.runtime.results.index import run_index, sealed
 from vtaps.runtime.results.journal import (
+    Entries,
     Entry,
     encode,
     file_name,
@@ -40,20 +42,12 @@ from vtaps.runtime.results.tables import Layout, write_tables
 from vtaps.spec.diagnostics import Diagnostic, Span
 
 
-class Entries(Mapping[Path, Entry]):
-    """The journal in the order of the plan; each entry is read when it is asked for and not kept."""
+class WriteError(Exception):
+    """The disk refused: ``message`` says where and why, ``note`` what is whole and how to go on."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-
-    def __getitem__(self, path: Path) -> Entry:
-        return read_entry(path)
-
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+    def __init__(self, message: str, note: str) -> None:
+        super().__init__(message)
+        self.message, self.note = message, note
 
 
 class RunFolder:
@@ -75,6 +69,7 @@ class RunFolder:
         self._blocks = dict(blocks)
         self._held = held
         self._discard = discard
+        self._tried: Held | None = None
         self._closed = False
         self._done: set[str] = set()
         self.kept: dict[str, int] = {}
@@ -113,7 +108,7 @@ class RunFolder:
     @property
     def spool(self) -> Path:
         """Where an engine may keep rows until their request is done: gone when the run ends, or goes on."""
-        return self.path / "partial" / ".tmp-spool"
+        return _spool(self.path)
 
     @property
     def done(self) -> frozenset[str]:
@@ -124,6 +119,7 @@ class RunFolder:
         """Make ``partial/`` this run's: keep the whole requests of the same run, discard anything else."""
         partial = self.path / "partial"
         partial.mkdir(exist_ok=True)
+        sync_folder(self.path)
         for file in partial.glob(".tmp-*"):
             if file != self.spool:
                 file.unlink()
@@ -131,8 +127,12 @@ class RunFolder:
             for file in partial.glob("*.safetensors"):
                 file.unlink()
             wanted = identity(self._lock, self._order)
-            plan = {"plan": 1, "identity": wanted, "blocks": sorted({*self._blocks, *found.blocks})}
+            plan = {"plan": PLAN, "identity": wanted, "blocks": sorted({*self._blocks, *found.blocks})}
             write_atomically(partial / "plan.json", to_json(plan))
+        if found.kind == "failed" and self._discard is None:
+            self._tried = found  # its results stay until there are others
+        else:
+            # Also where it goes on: it may have been killed while it cleared the folder, or while it wrote the results.
             clear(self.path, found)
         self._discard = None
         for key in self._order:
@@ -169,7 +169,7 @@ class RunFolder:
     def add(self, finished: Finished) -> list[Diagnostic]:
         """Journal one finished request, whole or not at all, and say what is wrong with it.
 
-        Raises ValueError for a key that is not of this run or already done, OSError where the disk refuses.
+        Raises ValueError for a key that is not of this run or already done, WriteError where the disk refuses.
         """
         key = finished.request.key
         if key not in self._index:
@@ -177,11 +177,23 @@ class RunFolder:
         if key in self._done:
             raise ValueError(f"request {key!r} is already there")
         entry, arrays, findings = encode(self._lock, finished)
-        if self._discard is not None:
-            self._start(self._discard)
-        write_entry(self._journal(key), entry, arrays)
+        with self._writing():
+            if self._discard is not None:
+                self._start(self._discard)
+            write_entry(self._journal(key), entry, arrays)
         self._count(key, entry)
         return collect(findings, self._lock)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = "the disk is full" if full else error.strerror or str(error)
+            whole = f"{len(self._done)} of {len(self._order)} requests are kept there, each whole"
+            again = f"{'free some space and give' if full else 'give'} the same command again: it goes on with the rest"
+            raise WriteError(f"results cannot be written to {self.path}: {why}", f"{whole}; {again}") from error
 
     def finish(
         self,
@@ -200,27 +212,49 @@ class RunFolder:
         ``engine`` is the engine's report, as JSON; ``failed`` maps the key of a request that failed to why;
         ``not_run`` are requests that were not started because a read's budget was kept;
         ``token_text`` gives the text of one token id.  Returns every finding of the run, in the order of the plan.
-        Raises ValueError where a request is neither done nor failed, ShapeError where those of a read differ in shape.
+        Raises ValueError where a request is neither done nor failed, ShapeError where those of a read differ in shape,
+        WriteError where the disk refuses.
         """
         failed = {k: v for k, v in (failed or {}).items() if k not in self._done}
         missing = [k for k in self._order if k not in self._done and k not in failed and k not in not_run]
         if missing:
             raise ValueError(f"{len(missing)} requests have not finished, the first is {missing[0]!r}")
+        with self._writing():
+            findings = self._write(engine, failed, token_text, vectors or {})
+        # The run is whole: what is left of the journal, if anything, goes when the folder is opened again.
+        with suppress(OSError):
+            if failed:
+                shutil.rmtree(self.spool, ignore_errors=True)
+            else:
+                _remove_partial(self.path)
+            sync_folder(self.path)
+        self._closed = True
+        with suppress(OSError):
+            self._held.release()
+        return findings
+
+    def _write(
+        self,
+        engine: Mapping[str, Any],
+        failed: Mapping[str, Failure],
+        token_text: Callable[[int], str] | None,
+        vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]],
+    ) -> list[Diagnostic]:
         if self._discard is not None:
             self._start(self._discard)
-        # What is written from here on is of this finish: a run that is killed in it goes on from the journal.
-        (self.path / "run.json").unlink(missing_ok=True)
+        if self._tried is not None:
+            # What is written from here on is of this finish: a run that is killed in it goes on from the journal.
+            clear(self.path, self._tried)
+            self._tried = None
         entries = Entries([self._journal(k) for k in self._order if k in self._done])
         layout = Layout(self._lock, entries.values())
-        shutil.rmtree(self.path / "reads", ignore_errors=True)
-        (self.path / "gates.parquet").unlink(missing_ok=True)
         write_tables(self.path, layout, entries.items(), token_text)
         reads = write_reads(self.path, self._lock, entries)
-        write_vectors(self.path, vectors or {})
+        write_vectors(self.path, vectors)
         copies = {"lock.json": to_text(bare(self._lock)), **self._blocks}
         for name, text in copies.items():
             write_atomically(self.path / name, text.encode("utf-8", "surrogatepass"))
-        info, counted = run_index(self.path, self._lock, self._order, entries, layout, reads, failed)
+        info, counted = run_index(self.path, self._lock, self._order, entries, layout, reads, failed, self._blocks)
         findings = collect([*self._failures(failed), *_stored(entries), *_idle(self._lock, counted)], self._lock)
         info["identity"] = identity(self._lock, self._order)
         info["blocks"] = sorted(self._blocks)
@@ -232,11 +266,7 @@ class RunFolder:
             | ({"note": d.note} if d.note else {})
             for d in findings
         ]
-        write_atomically(self.path / "run.json", to_json(info))
-        shutil.rmtree(self.spool if failed else self.path / "partial", ignore_errors=bool(failed))
-        sync_folder(self.path)
-        self._held.release()
-        self._closed = True
+        write_atomically(self.path / "run.json", to_json(sealed(info)))
         return findings
 
     def _failures(self, failed: Mapping[str, Failure]) -> list[Finding]:
@@ -248,18 +278,17 @@ class RunFolder:
         if self._closed:
             return
         self._closed = True
-        shutil.rmtree(self.spool, ignore_errors=True)
-        finished = (self.path / "run.json").exists()
-        if not self._done and self._discard is None and not finished:
-            shutil.rmtree(self.path / "partial", ignore_errors=True)
+        with suppress(OSError):
+            shutil.rmtree(self.spool, ignore_errors=True)
+            if not self._done and self._discard is None and not (self.path / "run.json").exists():
+                _remove_partial(self.path)
         with suppress(OSError):  # a finished run that is not replaced after all has nothing in it
             (self.path / "partial").rmdir()
-        self._held.release()
+        with suppress(OSError):
+            self._held.release()
         if not self._done:
-            try:
+            with suppress(OSError):
                 self.path.rmdir()
-            except OSError:
-                return
 
     def __enter__(self) -> RunFolder:
         return self
@@ -274,22 +303,28 @@ def _open(
     path: Path, lock: Lock, order: Sequence[str], blocks: Mapping[str, str], overwrite: bool
 ) -> tuple[RunFolder | None, list[Diagnostic]]:
     wanted = identity(lock, order)
-    refused = _refused(path, look(path), wanted, overwrite)
+    found = look(path)
+    refused = _refused(path, found, wanted, overwrite)
     if refused is not None:
+        if found.kind == "finished":
+            _tidy(path)
         return None, [refused]
     path.mkdir(parents=True, exist_ok=True)
     held = FolderLock.take(path)
     if held is None:
-        return None, [_refusal("VT605", path, f"another process is writing the run in {path}")]
+        by = FolderLock.holder(path)
+        who = "another process" if by is None else f"process {by}"
+        note = "wait for it to end, or name another folder"
+        return None, [_refusal("VT605", path, f"{who} is writing the run in {path}", note)]
     try:
         # Another process may have finished or left a run between the look and the lock.
         found = look(path)
+        discard = found if overwrite and found.kind != "nothing" else None
+        run = RunFolder(path, lock, order, blocks, held, discard)
         refused = _refused(path, found, wanted, overwrite)
         if refused is not None:
             held.release()
             return None, [refused]
-        discard = found if overwrite and found.kind != "nothing" else None
-        run = RunFolder(path, lock, order, blocks, held, discard)
         # What a run that was killed left there.
         shutil.rmtree(run.spool, ignore_errors=True)
         if discard is None:
@@ -300,11 +335,37 @@ def _open(
         raise
 
 
+def _spool(path: Path) -> Path:
+    return path / "partial" / ".tmp-spool"
+
+
+def _remove_partial(path: Path) -> None:
+    shutil.rmtree(_spool(path), ignore_errors=True)
+    remove_written(path, "partial")
+
+
+def _tidy(path: Path) -> None:
+    """Remove what a run that was killed after it had written everything left beside it."""
+    with suppress(OSError):
+        if (path / "partial").exists() or (path / ".lock").exists():
+            held = FolderLock.take(path)
+            if held is not None:
+                try:
+                    _remove_partial(path)
+                finally:
+                    held.release()
+
+
 def _refused(path: Path, held: Held, wanted: str, overwrite: bool) -> Diagnostic | None:
     if held.kind == "file":
         return _refusal("VT404", path, f"cannot write the run to {path}: there is a file in the way")
     if held.kind == "foreign":
-        return _refusal("VT605", path, f"{path} holds files that are not a run", "name an empty or a new folder")
+        shown = ", ".join(held.names[:5]) + (f" and {len(held.names) - 5} more" if len(held.names) > 5 else "")
+        note = "name an empty or a new folder"
+        return _refusal("VT605", path, f"{path} holds files that are not a run: {shown}", note)
+    if held.kind == "version":
+        message = f"{path} holds a run of another version of vtaps (format {held.names[0]}; this one knows {RUN})"
+        return _refusal("VT605", path, message, "name another folder")
     if overwrite:
         return None
     if held.kind == "finished" or (held.kind == "failed" and held.identity != wanted):

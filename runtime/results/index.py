@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from vtaps.codegen.lock import lock_digest
 from vtaps.runtime.records import Failure
-from vtaps.runtime.results.claim import bare
+from vtaps.runtime.results.claim import RUN, WITHIN, bare
 from vtaps.runtime.results.expected import Lock, caches
 from vtaps.runtime.results.journal import Entry
 from vtaps.runtime.results.tables import Layout
+from vtaps.spec import digests
 
 Counted = dict[tuple[str, str, str], tuple[int, int, int]]
 """(edit or override, name, arm) → (rows fired, rows expected, completions)."""
@@ -29,6 +33,7 @@ def run_index(
     layout: Layout,
     reads: Mapping[str, Any],
     failed: Mapping[str, Failure],
+    blocks: Iterable[str],
 ) -> tuple[dict[str, Any], Counted]:
     """The content of run.json but for the engine's report and the findings, and the counts by edit and arm."""
     counted: Counted = {}
@@ -52,14 +57,14 @@ def run_index(
         for key in sorted((k for k in counted if k[0] == section), key=lambda k: arms.index(k[2]))
     }
     info: dict[str, Any] = {
-        "run": 1,
+        "run": RUN,
         "status": "complete",
         "identity": "",
         "lock": {"file": "lock.json", "digest": lock_digest(bare(lock))},
         "spec": {"file": lock["spec"]["file"], "digest": lock["spec"]["digest"]},
         "blocks": [],
         "model": {k: lock["model"].get(k) for k in ("path", "revision", "config", "dtype")},
-        "versions": versions(),
+        "versions": dict(versions()),
         "engine": {},
         "counts": {
             "requests": len(entries),
@@ -76,13 +81,20 @@ def run_index(
         "failed": [{"request": k, "code": f.code, "reason": f.reason} for k in order if (f := failed.get(k))],
         "columns": {"sweep": layout.sweep, "prompt": layout.prompt},
         "reads": dict(reads),
-        "files": _sizes(folder),
+        **_files(folder, blocks),
         "order": list(order),
     }
     return info, counted
 
 
-def versions() -> dict[str, str]:
+def sealed(info: Mapping[str, Any]) -> dict[str, Any]:
+    """``info`` with the digest of everything else in it."""
+    rest = {name: value for name, value in info.items() if name != "digest"}
+    return {**rest, "digest": digests.of_json(rest)}
+
+
+@cache
+def versions() -> Mapping[str, str]:
     """The installed packages that decide what a run computes, and Python."""
     out = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -93,9 +105,16 @@ def versions() -> dict[str, str]:
     return out
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file a reader needs, so that a truncated one is noticed."""
-    names = [*(folder / n for n in ("lock.json", "requests.parquet", "metrics.parquet", "tokens.parquet"))]
-    names += [p for p in (folder / "gates.parquet",) if p.is_file()]
-    names += sorted(p for made in ("reads", "vectors") for p in (folder / made).rglob("*") if p.is_file())
-    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in names}
+def _files(folder: Path, blocks: Iterable[str]) -> dict[str, Any]:
+    """Bytes and digest of every file of the run, so that one that was cut off or changed is noticed."""
+    paths = [folder / n for n in ("lock.json", "requests.parquet", "metrics.parquet", "tokens.parquet", *blocks)]
+    paths += [p for p in (folder / "gates.parquet",) if p.is_file()]
+    made = (p for name in ("reads", "vectors") for pattern in WITHIN[name] for p in (folder / name).glob(pattern))
+    paths += sorted(made)
+    names = [p.relative_to(folder).as_posix() for p in paths]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(digests.of_file, paths))
+    return {
+        "files": {name: p.stat().st_size for name, p in zip(names, paths, strict=True)},
+        "digests": dict(zip(names, found, strict=True)),
+    }

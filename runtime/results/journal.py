@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,22 @@ def read_entry(path: Path) -> Entry:
     except KeyError as e:
         raise ValueError(f"{path} is not a journal file") from e
     return entry
+
+
+class Entries(Mapping[Path, Entry]):
+    """The journal in the order of the plan; each entry is read when it is asked for and not kept."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, path: Path) -> Entry:
+        return read_entry(path)
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def rows_of(path: Path, read: str) -> tuple[list[int], Arrays] | None:

@@ -13,6 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vtaps.runtime.results.array import ReadArray
+from vtaps.runtime.results.claim import RUN
+from vtaps.runtime.results.index import sealed
+from vtaps.spec import digests
 from vtaps.spec.diagnostics import nearest
 from vtaps.spec.files import read_bytes
 
@@ -28,13 +31,23 @@ class RunResult:
         self.path = path
         self.info = info
         self.lock = lock
+        self._whole: set[str] = set()
+
+    def whole(self, name: str) -> Path:
+        """A file of the run, held against its digest when it is asked for first.  Raises RunError where it is not the
+        one that was written."""
+        path = self.path / name
+        if name not in self._whole:
+            check_digest(path, self.info["digests"].get(name))
+            self._whole.add(name)
+        return path
 
     def __repr__(self) -> str:
         counts = self.info["counts"]
         return f"<RunResult {self.path}: {counts['requests']} requests, reads {', '.join(self.reads) or 'none'}>"
 
     def _table(self, name: str) -> Any:
-        return _parquet(self.path / name)
+        return _parquet(self.whole(name))
 
     @cached_property
     def requests(self) -> Any:
@@ -130,7 +143,19 @@ def load(path: str | Path) -> RunResult:
     path = Path(path)
     info = _info(path)
     check_files(path, info)
-    return RunResult(path, info, _json(path / info["lock"]["file"]))
+    run = RunResult(path, info, {})
+    run.lock = _json(run.whole(info["lock"]["file"]))
+    return run
+
+
+def check_digest(path: Path, digest: str | None) -> None:
+    """Raises RunError where a file of a run cannot be read or is not the one that was written."""
+    try:
+        found = digests.of_file(path)
+    except OSError as e:
+        raise RunError(f"{path} cannot be read: {e.strerror or e}") from e
+    if found != digest:
+        raise RunError(f"{path} is not the file that the run wrote: its digest differs from the one in run.json")
 
 
 def check_files(path: Path, info: Mapping[str, Any]) -> None:
@@ -154,8 +179,14 @@ def _info(path: Path) -> dict[str, Any]:
             raise RunError(f"the run in {path} has not finished; `vtaps run` with the same --out resumes it")
         raise RunError(f"{path} is not a run: it has no run.json")
     info = _json(file)
-    if info.get("run") != 1 or info.get("status") != "complete":
-        raise RunError(f"{file} is not the index of a finished run of this version of vtaps")
+    if info.get("run", RUN) != RUN:
+        raise RunError(f"{file} is of another version of vtaps (format {info['run']}; this one knows {RUN})")
+    if info.get("run") != RUN or info.get("status") != "complete":
+        raise RunError(f"{file} is not the index of a finished run")
+    if "digest" not in info:
+        raise RunError(f"{file} is of an earlier version of vtaps, which kept no digests: run the spec again")
+    if sealed(info)["digest"] != info["digest"]:
+        raise RunError(f"{file} is not what the run wrote: its digest differs from the one in it")
     return info
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from safetensors.numpy import save_file
 
 from vtaps.runtime.results.expected import Lock
-from vtaps.runtime.results.journal import Entry, mean_of, sync_folder
+from vtaps.runtime.results.journal import Entry, mean_of, sync_folder, write_atomically
 from vtaps.runtime.results.means import RunMean
 from vtaps.runtime.results.tables import GROUPS, KEY, Layout, Table, utf8
-from vtaps.runtime.results.tensors import RowWriter, Tensor, read_header, view
+from vtaps.runtime.results.tensors import RowWriter, Tensor, read_header, view, write_tensors
 from vtaps.spec.store import Store
 
 OPEN_FILES = 128
@@ -151,12 +150,9 @@ def _write_run_mean(folder: Path, name: str, lock: Lock, entries: Mapping[Path, 
 
 def write_vectors(folder: Path, vectors: Mapping[str, Mapping[str, npt.NDArray[np.float32]]]) -> None:
     """vectors/NAME.safetensors: what the run made of its reads, float32 ``[width]`` a location of use."""
-    shutil.rmtree(folder / "vectors", ignore_errors=True)
     for name, sites in vectors.items():
         (folder / "vectors").mkdir(exist_ok=True)
-        save_file(dict(sites), folder / "vectors" / f"{name}.safetensors")
-    if vectors:
-        sync_folder(folder / "vectors")
+        write_atomically(folder / "vectors" / f"{name}.safetensors", partial(write_tensors, arrays=sites, metadata={}))
 
 
 def _coordinates(request: Entry, completion: Entry, name: str) -> Iterable[dict[str, Any]]:

@@ -174,8 +174,10 @@ class RowWriter:
             _write(self._fd, _bytes(array), self._data + start + row * stride)
 
     def close(self) -> None:
-        os.fsync(self._fd)
-        os.close(self._fd)
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
 
 
 def _write_header(fd: int, header: Mapping[str, Any]) -> int:

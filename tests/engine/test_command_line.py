@@ -144,6 +144,6 @@ def test_the_same_run_twice_at_once_is_refused(folder: Path) -> None:
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.01)
     _, err = done(command(folder, "run", "spec.yaml", "--out", "run"), 1)
-    assert "VT605" in err
+    assert "VT605" in err and f"process {first.pid} is writing the run in run" in err
     done(first)
     assert vtaps.load(folder / "run").requests.num_rows == PROMPTS * 4

@@ -12,7 +12,9 @@ from tests.results import make
 from vtaps.runtime.records import Completion, ReadRows, Record, Request
 from vtaps.runtime.results.expected import expect
 from vtaps.runtime.results.findings import Finding, collect, examine
+from vtaps.spec.codes import CODES
 from vtaps.spec.diagnostics import Diagnostic
+from vtaps.spec.rows import to_ranges
 
 PROMPT = (10, 11, 12, 13, 14, 15, 16)
 GENERATED = (12, 21, 22, 23, 12)
@@ -187,6 +189,64 @@ def test_a_zeroed_site_may_read_zero() -> None:
     }
     done = Completion(0, GENERATED, "", "length", Record(fired={"off": ((0, 11),)}, reads=reads))
     assert examine(locked, request, done, expect(locked, request, done)) == []
+
+
+def judged(read: dict[str, Any], edit: dict[str, Any] | None, values: Any, *, layer: int = 11) -> list[str]:
+    """What is said of a read at the second site, in an arm with an edit at the first; ``layer``: of the first."""
+    locked = make.lock(
+        reads={"r": read | {"sites": [make.SITES[1]]}},
+        edits={} if edit is None else {"e": edit},
+        arms={"a": make.arm(reads=["r"], points=[point(*([make.use("e", 1.0, *edit["sites"])] if edit else []))])},
+    )
+    locked["sites"][make.SITES[0]]["layer"] = layer
+    locked["arms"]["a"]["points"][0]["overrides"] = []
+    request = Request("k", "a", 0, "facts", "france", PROMPT)
+    rows = ReadRows(np.arange(6, 11), {read["kind"]: values}, "float32")
+    asked = Completion(0, GENERATED, "", "length", Record())
+    fired = {} if edit is None else {"e": tuple(to_ranges(expect(locked, request, asked).edits["e"]))}
+    done = replace(asked, record=Record(fired=fired, reads={("r", make.SITES[1]): rows}))
+    found = examine(locked, request, done, expect(locked, request, done))
+    assert {f.code for f in found} <= {"VT604"} and CODES["VT604"].severity == "error"
+    return [f.message for f in found]
+
+
+def test_zeros_are_an_error_but_where_the_arm_makes_them_or_the_read_allows_them() -> None:
+    rows, zeros = make.read("rows", {"rows": "sampling"}), np.zeros((5, 4), np.float32)
+    everywhere = make.edit("zero", {"rows": "all"}, make.SITES[0])
+    assert "5 rows at 1 site all zero, first at resid_post[11], position 6" in judged(rows, None, zeros)[0]
+    assert judged(rows | {"allow": ["zero"]}, None, zeros) == []
+    # Of the layer, as all heads before `attn_out`; of another layer it explains nothing.
+    assert judged(rows, everywhere, zeros) == []
+    assert len(judged(rows, everywhere, zeros, layer=10)) == 1
+    # Some columns, or another verb, make no row zero.
+    assert len(judged(rows, everywhere | {"columns": [[0, 2]]}, zeros)) == 1
+    assert len(judged(rows, everywhere | {"verb": "clamp"}, zeros)) == 1
+    # Rows that the edit does not select.
+    first = make.edit("zero", {"rows": "all", "steps": [[0, 0]]}, make.SITES[0])
+    assert "4 rows at 1 site all zero, first at resid_post[11], position 7" in judged(rows, first, zeros)[0]
+    # A dot is exactly zero after an edit at its own place.
+    dots = make.read("project", {"rows": "sampling"})
+    assert "all zero" in judged(dots, None, zeros[:, :1])[0]
+    assert judged(dots, make.edit("project_out", {"rows": "all"}, make.SITES[1]), zeros[:, :1]) == []
+    # What is not finite is never made by `zero`.
+    odd = zeros + np.nan
+    assert "5 rows at 1 site not finite" in judged(rows | {"allow": ["zero"]}, everywhere, odd)[0]
+    assert judged(rows | {"allow": ["zero", "not_finite"]}, None, odd) == []
+
+
+def test_a_metric_that_is_no_number_is_an_error() -> None:
+    done = make.finish(make.requests()[0])
+    (completion,) = done.completions
+    for value, count in ((np.nan, 1), (-np.inf, 0), (-1.5, 0)):
+        metrics = {"paris": (completion.record.metrics["paris"][0], np.array([value], np.float32))}
+        record = replace(completion.record, metrics=metrics)
+        expected = expect(make.LOCK, done.request, completion)
+        found = examine(make.LOCK, done.request, replace(completion, record=record), expected)
+        assert [f.code for f in found] == ["VT604"] * count
+        if found:
+            assert found[0].message == (
+                "metric paris, arm base, prompt france: 1 row with a value that is no number, first at position 4"
+            )
 
 
 def test_many_findings_of_one_kind_are_counted() -> None:

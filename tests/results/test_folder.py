@@ -163,7 +163,7 @@ def test_kill_and_resume(tmp_path: Path, after: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", KILLED, path], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     said = [child.stdout.readline().strip() for _ in range(after)]
-    assert "another process is writing" in refused(path)[1]
+    assert f"process {child.pid} is writing" in refused(path)[1]
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     (path / "partial" / ".tmp-0000009-0000.safetensors").write_bytes(b"half a requ")

@@ -204,7 +204,7 @@ def test_runs_that_are_not_whole(tmp_path: Path) -> None:
     says(path, "is missing")
     victim.write_bytes(data)
     (path / "requests.parquet").write_bytes(b"x" * (path / "requests.parquet").stat().st_size)
-    with pytest.raises(RunError, match=r"requests.parquet cannot be read"):
+    with pytest.raises(RunError, match=r"requests.parquet is not the file that the run wrote"):
         _ = load(path).requests
     (path / "run.json").write_text("{")
     says(path, "cannot be read")

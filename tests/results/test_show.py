@@ -11,6 +11,7 @@ import pytest
 from tests.results import make
 from tests.results.test_folder import opened, write
 from vtaps.runtime.records import Finished
+from vtaps.runtime.results.index import sealed
 from vtaps.runtime.results.load import RunError, load
 from vtaps.show import render, show, summary, visible
 
@@ -43,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Parquet's own size depends on the version of pyarrow.
     info["files"] = {n: s if n.endswith((".safetensors", ".json")) else 2048 for n, s in info["files"].items()}
     monkeypatch.setattr("vtaps.runtime.results.load.check_files", lambda path, info: None)
-    (path / "run.json").write_text(json.dumps(info))
+    (path / "run.json").write_text(json.dumps(sealed(info)))
     return path
 
 

@@ -40,11 +40,19 @@ def run(args: argparse.Namespace) -> int:
         return 1
     report(result.diagnostics, "text", result.documents)
     out = Path(args.out) if args.out else Path("runs") / Path(args.spec).stem
-    with _Bars(quiet=args.quiet) as bars:
-        outcome = run_checked(
-            result, out, overwrite=args.overwrite, in_process=not args.processes, fail_fast=args.fail_fast,
-            watch=bars.watch(),
-        )  # fmt: skip
+    try:
+        with _Bars(quiet=args.quiet) as bars:
+            outcome = run_checked(
+                result, out, overwrite=args.overwrite, in_process=not args.processes, fail_fast=args.fail_fast,
+                watch=bars.watch(),
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        if not (out / "partial").is_dir():
+            raise
+        print(
+            f"interrupted: what is finished is kept in {out}; the same command goes on with the rest", file=sys.stderr
+        )
+        return 130
     report(outcome.findings, args.format, result.documents)
     if outcome.path is None:
         early = {d.code for d in outcome.findings} <= {"VT401", "VT402", "VT403", "VT404", "VT405", "VT605"}
