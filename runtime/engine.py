@@ -68,6 +68,9 @@ class Engine:
     (vLLM did not start), VT601 (a worker without the block), VT608 (a tap that does not fire).
     """
 
+    _over: EngineError | None = None
+    """What ended it."""
+
     def __init__(
         self,
         lock: Mapping[str, Any],
@@ -84,7 +87,6 @@ class Engine:
         quiet()
         self.program = served(lock, lock_folder)
         self._prefix, self._lines = Prefix(self.program), lines_of(lock)
-        self._over: EngineError | None = None
         self._asked, self._loads = (lock["model"], (lock.get("engine") or {}).get("vllm")), 0
         tell = progress or (lambda _: None)
         predicted_bytes = self._predicted(lock) if self.program.mode == "taps" else 0
@@ -290,11 +292,13 @@ class Engine:
     ) -> Iterator[Finished]:
         """What has ended and is whole; what failed goes to ``failed`` after it."""
         found = self._collect([(live[key][0], outputs) for key, outputs in ended]) if ended else []
-        for key, _ in ended:
-            del live[key]
-        yield from (done for done in found if isinstance(done, Finished))
+        for done in found:
+            if isinstance(done, Finished):
+                del live[done.request.key]
+                yield done
         for error in found:
             if isinstance(error, RequestError):
+                del live[error.key]
                 failed(error)
 
     def _add(self, request: Request, sampling_of: Sampling) -> str:

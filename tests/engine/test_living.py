@@ -98,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=["eager", "apart", "taps"], ids=["in-apart", "apart", "taps"])
+@pytest.fixture(scope="module", params=["eager", "taps", "apart"])
 def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(f"living-{request.param}")
     apart = request.param == "apart"

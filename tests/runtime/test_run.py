@@ -74,7 +74,7 @@ class Program:
 def engine(frontend: Frontend, **report: Any) -> Engine:
     made = object.__new__(Engine)
     made._frontend, made._folders, made.program = frontend, Folders(), Program()  # type: ignore[assignment]
-    made._faults, made._attention, made._over, made._lines = lambda: [], {}, None, {}
+    made._faults, made._attention, made._lines = lambda: [], {}, {}
     made._merging = Merging(made.program, [{}])
     made.report = {
         "max_num_seqs": 2, "max_num_batched_tokens": 6, "in_process": True, "async_scheduling": True,
@@ -120,8 +120,14 @@ def test_an_engine_that_waits_for_its_steps_gives_at_once(report: dict[str, Any]
 
 def test_what_ended_before_a_fault_is_given() -> None:
     frontend, taken = Frontend(fail_at=3), list[str]()
-    with pytest.raises(EngineError, match="the worker is gone"):
-        taken.extend(run(frontend, 4))
+    made = engine(frontend)
+    with pytest.raises(EngineError, match=r"^the worker is gone"):
+        for done in made.run([Request(f"k{i}", "a", 0, "", "", (1, 2, 3)) for i in range(4)], lambda _: {}):
+            frontend.log.append(f"take {done.request.key}")
+            taken.append(done.request.key)
+    assert taken == ["k0", "k1"]
+    with pytest.raises(EngineError, match="the engine has ended: the worker is gone"):
+        list(made.run([Request("k9", "a", 0, "", "", (1, 2, 3))], lambda _: {}))
     assert frontend.log[-5:] == ["collect k0 k1", "take k0", "take k1", "abort k2 k3", "vtaps_forget k2 k3"]
 
 

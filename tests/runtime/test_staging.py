@@ -12,7 +12,7 @@ import pytest
 from tests.trees import seed_cache
 from vtaps.check import check_file
 from vtaps.running import requests_of
-from vtaps.runtime.records import Request
+from vtaps.runtime.records import Failure, Request
 from vtaps.runtime.results.means import RunMean
 from vtaps.spec.plan import Plan
 from vtaps.staging import Sources, batches, made_vectors
@@ -83,7 +83,7 @@ class Engine:
         self.log.append((vector, None, numbers))
 
 
-def sources(plan: Plan, kept: Kept, engine: Engine, failed: dict[str, str] | None = None) -> Sources:
+def sources(plan: Plan, kept: Kept, engine: Engine, failed: dict[str, Failure] | None = None) -> Sources:
     return Sources(plan, Path("."), list(requests_of(plan)), kept, engine, {} if failed is None else failed)
 
 
@@ -115,11 +115,11 @@ def test_rows_are_brought_once_and_each_request_says_where_they_are(plan: Plan) 
 
 
 def test_a_request_without_its_rows_fails_by_name(plan: Plan) -> None:
-    engine, failed = Engine(), {"clean/a/clean/0": "it was refused"}
+    engine, failed = Engine(), {"clean/a/clean/0": Failure("it was refused")}
     kept = Kept(["clean/b/clean/0"])
     ready = list(sources(plan, kept, engine, failed).ready(of(plan, "patched")))
     assert [r.prompt_id for r in ready] == ["b"]
-    assert failed["corrupted/a/patched/0"] == (
+    assert failed["corrupted/a/patched/0"].reason == (
         "edit patch has no rows to set, since request clean/a/clean/0 failed: it was refused"
     )
 
@@ -146,5 +146,5 @@ def test_a_vector_of_an_arm_that_is_not_whole_fails_its_requests(plan: Plan) -> 
     kept = Kept([r.key for r in of(plan, "clean")][:1], {"clean": RunMean(), "patched": RunMean()})
     assert list(sources(plan, kept, engine, failed).ready(of(plan, "pushed"))) == []
     assert set(failed) == {r.key for r in of(plan, "pushed")}
-    assert "vector apart cannot be made: clean.mu lacks a request" in failed["corrupted/a/pushed/0"]
+    assert "vector apart cannot be made: clean.mu lacks a request" in failed["corrupted/a/pushed/0"].reason
     assert not engine.log
