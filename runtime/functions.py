@@ -1,7 +1,8 @@
-"""Edits and reads by a function of the user's: ``def flip(rows, at)`` in a file beside the spec.
+"""Edits and reads that Python does: an SAE's reconstruction in a row's place (:class:`~vtaps.runtime.sae.Autoencoder`),
+or a function of the user's, ``def flip(rows, at)`` in a file beside the spec.
 
-It gets the selected rows of one location in one step, ``[n, width]`` in the model's dtype on the model's device (of a
-residual pair the sum); a function of one parameter gets the rows alone.  The rows are a copy.
+Either gets the selected rows of one location in one step, ``[n, width]`` in the model's dtype on the model's device (of
+a residual pair the sum); a function of one parameter gets the rows alone.  The rows are a copy.
 
 An edit says what stands there instead: a tensor of the same shape, or None where it changed ``rows`` in place.  A read
 says what is kept: a tensor with a row for each of ``rows``, ``[n, …]``, of one shape and dtype at each location.
@@ -12,8 +13,8 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vtaps.runtime.fills import Fill
 from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import LocationProgram
 from vtaps.runtime.program import LockError, Program, SiteEntry
+from vtaps.runtime.sae import Autoencoder
 from vtaps.spec import digests
 
 KEPT = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -105,12 +107,21 @@ class Function:
 @dataclass(frozen=True)
 class _Chosen:
     """The rows of a plan's fill at one location, a range where they follow each other: the same in each of its steps,
-    ``shift`` positions later."""
+    ``shift`` positions later.  ``points``: of an edit with an SAE, the use of each."""
 
     fill: weakref.ref[Fill]
     rows: Tensor | slice
     positions: npt.NDArray[np.int64]
     requests: tuple[str, ...]
+    points: Tensor | None = None
+
+    def passed(self, let: Tensor) -> _Chosen:
+        """Those of them that are not 0 in ``let``."""
+        some = let[self.rows].nonzero().squeeze(1)
+        which = some.cpu().numpy()
+        rows = some + self.rows.start if isinstance(self.rows, slice) else self.rows.index_select(0, some)
+        points = None if self.points is None else self.points.index_select(0, some)
+        return _Chosen(self.fill, rows, self.positions[which], tuple(self.requests[i] for i in which), points)
 
     def at(self, site: SiteEntry, shift: int) -> At:
         return At(site.name, site.module, site.input, site.layer, self.positions + shift, self.requests)
@@ -121,6 +132,8 @@ class Functions:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.autoencoders: Mapping[tuple[str, str], Autoencoder] = {}
+        """(edit, site) → what does an edit that is no function of the user's; :meth:`run` looks here first."""
         self._of: dict[tuple[str, str], Function] = {}
         self._chosen: dict[tuple[str, str], _Chosen] = {}
         self._first: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
@@ -149,10 +162,12 @@ class Functions:
         residual: Tensor | None,
         site: SiteEntry,
         place: LocationProgram,
+        let: Tensor | None = None,
     ) -> None:
         """Let ``edit`` change its rows of ``x`` ``[rows, columns]`` at a location, in place: those of the step's
         ``fills``, ``shift`` steps after they were planned.  Of a pair the whole stream goes to ``x``, and the residual
-        of those rows becomes 0.
+        of those rows becomes 0.  ``let``: of an edit with a gate what the row table says, int ``[rows of the table]``:
+        rows that are 0 there are left alone.  Looking there waits for the device.
 
         Raises FunctionFault.
         """
@@ -162,11 +177,18 @@ class Functions:
         known = self._chosen.get((edit, site.name))
         if known is None or known.fill() is not fill:
             known = self._chosen[edit, site.name] = self._choose(edit, fill, site.name, x.device)
+        if let is not None:
+            known = known.passed(let)
         rows = known.rows
         if not len(known.positions):
             return
         hidden, rest, stream = _stream(x, residual, rows, place)
-        given = self._of["edits", edit](stream, known.at(site, shift))
+        whole = self.autoencoders.get((edit, site.name))
+        if whole is None:
+            given = self._of["edits", edit](stream, known.at(site, shift))
+        else:
+            assert known.points is not None
+            given = whole(stream, known.points)
         if isinstance(rows, slice):
             hidden[rows].copy_(given)
         else:
@@ -210,7 +232,10 @@ class Functions:
         # A sweep may turn the edit off at some of its locations.
         active = [number for use, number in self._program.uses_of[edit].items() if site in use.sites]
         chosen = np.isin(fill.points, active) if fill.points is not None else np.zeros(len(fill.rows), bool)
-        return _of_fill(fill, chosen, device)
+        found = _of_fill(fill, chosen, device)
+        if (edit, site) not in self.autoencoders or fill.points is None:
+            return found
+        return replace(found, points=_tensor(fill.points[chosen].astype(np.int64), device))
 
 
 def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) -> _Chosen:
@@ -222,6 +247,10 @@ def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) ->
 def _rows(found: npt.NDArray[np.int64], device: torch.device) -> Tensor | slice:
     if len(found) and found[-1] - found[0] == len(found) - 1:
         return slice(int(found[0]), int(found[-1]) + 1)
+    return _tensor(found, device)
+
+
+def _tensor(found: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     rows = torch.from_numpy(np.ascontiguousarray(found))
     # From other memory the copy would wait for the device.
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows

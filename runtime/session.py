@@ -30,7 +30,7 @@ from vtaps.runtime.probes import probes
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
 from vtaps.runtime.rowtable import RowTable
-from vtaps.runtime.sae import bytes_of, encoders
+from vtaps.runtime.sae import Loaded, autoencoders, bytes_of, encoders
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
@@ -78,7 +78,7 @@ class Session:
         self.device = next(model.parameters()).device
         self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        self.harvest = self._harvest(self.program)
+        self.harvest = self._harvest(self.program, self.functions)
         self.at = [At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations]
         self._dtype = dtype
         traced = [at.name for at in self.at if inside is not None and inside(self.block.locations[at.name].module)]
@@ -100,7 +100,7 @@ class Session:
             raise LockError("block.structure", "it is of another structure; start another engine")
         # Whatever may be refused comes before anything is changed.
         boards = Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes)
-        harvest = self._harvest(new.program)
+        harvest = self._harvest(new.program, new.functions)
         self.boards.adopt(boards)
         self.neutral()
         self.harvest.close()
@@ -108,9 +108,11 @@ class Session:
         self.functions = new.functions
         self.harvest = harvest
 
-    def _harvest(self, program: Program) -> Harvest:
-        lens, found, saes = self._lens(program), probes(program, self.device), encoders(program, self.device)
-        self._sae_bytes = bytes_of(saes)
+    def _harvest(self, program: Program, functions: Functions) -> Harvest:
+        lens, found, loaded = self._lens(program), probes(program, self.device), Loaded()
+        saes = encoders(program, self.device, loaded)
+        functions.autoencoders = autoencoders(program, self.device, loaded)
+        self._sae_bytes = bytes_of(loaded, functions.autoencoders)
         return Harvest(program, self.device, lens, found, self.boards.grow, self.spool, saes)
 
     @property
@@ -184,7 +186,10 @@ class Session:
         kept = None
         try:
             if note.verb:
-                self.functions.run(note.name, plan.sampled_edits if sampled else plan.edits, *where)
+                let = None
+                if note.when is not None:
+                    let = at.board.rows[:, self.boards.axes[sampled].columns["edit", note.name]]
+                self.functions.run(note.name, plan.sampled_edits if sampled else plan.edits, *where, let)
             else:
                 kept = self.functions.read(note.name, plan.sampled_reads if sampled else plan.reads, *where)
         except FunctionFault as error:

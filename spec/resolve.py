@@ -97,7 +97,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     reads = with_parts(reads)
     worked = arms_with_parts(arms, reads)
     locations = plan_locations(spec, edits, reads, worked, gates, doc, found)
-    functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
+    functions = {("edit", name) for name, p in edits.items() if p.edit.breaks}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
     mode, reason, locations = choose(spec.engine, context.compiled, locations, functions, _eager(spec))

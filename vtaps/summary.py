@@ -41,7 +41,7 @@ def describe(plan: Plan) -> str:
         f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
     ]
     for sae in plan.saes:
-        taken = f", {human(sae.bytes)} of the device for reads" if sae.bytes else ""
+        taken = f", {human(sae.bytes)} of the device" if sae.bytes else ""
         lines.append(f"  sae       {sae.name}: {sae.architecture} in {sae.folder}, {sae.d_in} × {sae.d_sae}{taken}")
     for name, gate in plan.gates.items():
         lines.append(f"  gate      {name}: {_decides(gate.gate)} at {gate.site.name}")
@@ -96,7 +96,7 @@ def _breaks(plan: Plan) -> list[str]:
     if not broken:
         return []
     acting = [s for p in broken for s in p.statements]
-    edits = [s.name for s in acting if s.kind == "edit" and plan.edits[s.name].edit.python is not None]
+    edits = [s.name for s in acting if s.kind == "edit" and plan.edits[s.name].edit.breaks]
     reads = [s.name for s in acting if s.kind == "read" and plan.reads[s.name].read.python is not None]
     named = ", ".join(dict.fromkeys([*(f"edits.{n}" for n in edits), *(f"reads.{n}" for n in reads)]))
     return [

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from vtaps.runtime.program import MetricEntry, Program, ReadEntry, SiteEntry
 from vtaps.runtime.records import ReadRows
+from vtaps.runtime.reference.saes import encode
 from vtaps.runtime.reference.verbs import NotChecked
 from vtaps.runtime.results.tensors import as_float32
 
@@ -114,6 +115,31 @@ def _lens(got: ReadRows, want: Floats, of: Context) -> Errors:
     return worst
 
 
+def _features(got: ReadRows, want: Floats, of: Context) -> Errors:
+    sae = of.program.load_sae("verify", str(of.entry.sae), of.site)
+    found = encode(sae, want.astype(np.float64))
+    ids, values = got.values["ids"].astype(np.int64), field(got, "activations").astype(np.float64)
+    chosen = of.entry.ids
+    if ids.shape != values.shape or ids.shape != (len(want), of.entry.top if chosen is None else len(chosen)):
+        return np.full(max(len(want), 1), np.inf)
+    if chosen is not None:
+        if (ids != np.array(chosen)).any():
+            return np.full(max(len(want), 1), np.inf)
+        apart_by: Errors = found.apart(values, ids).max(1, initial=0.0) / (found.size * of.growth)
+        return apart_by
+    listed = ids >= 0
+    if any(len(set(row[own].tolist())) != own.sum() for row, own in zip(ids, listed, strict=True)):
+        return np.full(max(len(want), 1), np.inf)
+    wrong = np.where(listed, found.apart(values, np.maximum(ids, 0)), np.abs(values))
+    # A feature that the read left out is more active than one that it gave by this much.
+    missed = np.maximum(found.activations - values.min(1, keepdims=True, initial=np.inf), 0.0)
+    missed = np.minimum(missed, np.maximum(found.off, 0.0))
+    for row, own in enumerate(listed):
+        missed[row, ids[row, own]] = 0.0
+    worst: Errors = np.maximum(wrong.max(1, initial=0.0), missed.max(1, initial=0.0)) / (found.size * of.growth)
+    return worst
+
+
 Comparison = Callable[[ReadRows, Floats, Context], Errors]
 
 READS: Mapping[str, Comparison | NotChecked] = {
@@ -123,7 +149,7 @@ READS: Mapping[str, Comparison | NotChecked] = {
     "project": _project,
     "probe": _probe,
     "lens": _lens,
-    "features": NotChecked("the encoder of a sparse autoencoder is not repeated"),
+    "features": _features,
     "pattern": NotChecked("it is made of queries and keys after the run"),
     "python": NotChecked("a function of your own is its own definition"),
 }

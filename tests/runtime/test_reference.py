@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
 
+from tests.saes import activations, save_sae, write_sae
 from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, PointEdit, Program, SiteEntry
 from vtaps.runtime.records import ReadRows
-from vtaps.runtime.reference import kinds, known, places, verbs
+from vtaps.runtime.reference import kinds, known, places, saes, verbs
 from vtaps.spec import spec
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.rows import Rows
-from vtaps.spec.saes import Feature
+from vtaps.spec.saes import Feature, open_sae
+from vtaps.spec.tensor_files import Mapped
 
 SITE = SiteEntry("here", "m", None, None, None, None, 0, 4)
 
 
 def test_every_verb_has_a_formula_or_a_reason() -> None:
-    assert set(verbs.VERBS) == set(VERBS) == {*get_args(spec.Verb), "put"}
+    assert set(verbs.VERBS) == set(VERBS) == {*get_args(spec.Verb), "put", "reconstruct"}
     for formula in verbs.VERBS.values():
         assert callable(formula) or formula.reason
 
@@ -111,7 +113,17 @@ def use(verb: Any, vectors: dict[str, list[float]] | None = None, columns: Any =
 
 
 class SAE:
-    """Feature 7: twice the second column less 1, where that is above 2; it writes the third."""
+    """Feature 7: twice the second column less 1, where that is above 2; it writes the third.  As a whole: two features
+    of a jumprelu SAE, the first column above 1, less the first b_dec, and the fourth."""
+
+    architecture, centred, k = "jumprelu", True, None
+    tensors: ClassVar[dict[str, Mapped]] = {
+        name: Mapped("F32", np.shape(values), np.array(values, np.float32))
+        for name, values in {
+            "W_enc": [[1, 0], [0, 0], [0, 0], [0, 2]], "b_enc": [0, -1], "threshold": [1, 0.5],
+            "W_dec": [[0, 3, 0, 0], [0, 0, 1, 0]], "b_dec": [0.5, 0, 0, 1],
+        }.items()
+    }  # fmt: skip
 
     @staticmethod
     def feature(index: int) -> Feature:
@@ -141,6 +153,10 @@ CASES: dict[str, tuple[verbs.Use, list[float], list[float]]] = {
     "feature to, active": (use("feature", sae=("s", "to"), c=4.0, feature=7), [1, 2, 0, 1], [1, 2, 1, 1]),
     "feature to, idle": (use("feature", sae=("s", "to"), c=4.0, feature=7), [1, 1.5, 0, 1], [1, 1.5, 4, 1]),
     "feature by": (use("feature", sae=("s", "by"), c=4.0, feature=7), [1, 2, 0, 1], [1, 2, 4, 1]),
+    # Activations: 2.5 − 0.5 above 1, and 2 · (2 − 1) − 1 above 0.5.
+    "reconstruct": (use("reconstruct", sae=("s", "by"), c=0.0, feature=1), [2.5, 9, 9, 2], [0.5, 6, 1, 1]),
+    "reconstruct to": (use("reconstruct", sae=("s", "to"), c=4.0, feature=0), [1.5, 9, 9, 1.6], [0.5, 12, 0, 1]),
+    "reconstruct by": (use("reconstruct", sae=("s", "by"), c=-3.0, feature=0), [1.4, 9, 9, 2], [0.5, -9, 1, 1]),
     "affine, no bias": (use("affine", V, c=1.0, matrices=["v", "w"]), [0, 1, 0, 0], [12, 1, 16, 0]),
 }  # fmt: skip
 
@@ -184,6 +200,57 @@ def test_a_lens_that_left_a_token_out_is_off_by_its_lead() -> None:
     compare: Any = kinds.READS["lens"]
     assert told([1, 2])[0] < 1e-12
     assert told([1, 3])[0] == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("kind", ["standard", "jumprelu", "topk", "gated"])
+def test_features_are_held_against_the_formula_and_what_was_left_out(kind: str, tmp_path: Path) -> None:
+    tensors = write_sae(tmp_path / "s", kind, 16, 40, **({"k": 5} if kind == "topk" else {}))
+    rows = np.random.default_rng(2).normal(size=(6, 16)).astype(np.float32)
+    want = activations(tensors, rows.astype(np.float64), k=5 if kind == "topk" else None)
+    order = np.argsort(-want, axis=1)[:, :3]
+    compare: Any = kinds.READS["features"]
+
+    def told(given: Any, values: Any, **asked: Any) -> Any:
+        entry = replace(spec_read("features", sae="s", **asked).entry, sae="s")
+        program = parse_sae(tmp_path)
+        context = kinds.Context(program, entry, SITE, lambda x: x, np.ones(len(rows)))
+        got = {"ids": np.array(given, np.int32), "activations": np.array(values, np.float32)}
+        return compare(ReadRows(np.arange(len(rows)), got, "float32"), rows, context)
+
+    top = np.take_along_axis(want, order, 1)
+    assert told(order, top, top=3).max() < 1e-6
+    assert told(order, top * 1.01, top=3).min() > 1e-4
+    # The second was left out, and the fourth stands in its place.
+    other = np.argsort(-want, axis=1)[:, [0, 2, 3]]
+    assert told(other, np.take_along_axis(want, other, 1), top=3).max() > 1e-3
+    assert told(order[:, [0, 0, 1]], top[:, [0, 0, 1]], top=3).min() == np.inf
+    assert told(np.full((6, 3), -1), np.zeros((6, 3)), top=3).min() > 1e-3
+    assert told(order[:, :2], top[:, :2], top=3).min() == np.inf
+    chosen = (39, 0, 7)
+    assert told([chosen] * 6, want[:, chosen], ids=chosen).max() < 1e-6
+    assert told([chosen] * 6, want[:, chosen] + 0.5, ids=chosen).min() > 1e-3
+    assert told([(0, 39, 7)] * 6, want[:, chosen], ids=chosen).min() == np.inf
+
+
+def parse_sae(folder: Path) -> Program:
+    class Given(Program):
+        def load_sae(self, entry: str, path: str, site: SiteEntry) -> Any:
+            return open_sae(folder, path)
+
+    return Given(folder, "", "", {}, "", {"here": SITE}, {}, {}, {}, {}, {}, {}, None)
+
+
+def test_a_feature_on_its_edge_may_stand_on_either_side(tmp_path: Path) -> None:
+    tensors = write_sae(tmp_path / "s", "jumprelu", 16, 8)
+    row = np.random.default_rng(0).normal(size=16)
+    p = (row - tensors["b_dec"]) @ tensors["W_enc"] + tensors["b_enc"]
+    index = int(p.argmax())
+    tensors["threshold"][index] = np.float32(p[index] * (1 - 1e-6))
+    save_sae(tmp_path / "s", tensors, {"architecture": "jumprelu"})
+    found = saes.encode(open_sae(tmp_path, "s"), row[None])
+    for given, off in ((p[index], 1e-4), (0.0, 1e-4)):
+        assert found.apart(np.array([[given]]), np.array([[index]]))[0, 0] < off
+    assert found.apart(np.array([[0.5 * p[index]]]), np.array([[index]]))[0, 0] > 0.1
 
 
 def spec_read(kind: Any, **more: Any) -> kinds.Context:
