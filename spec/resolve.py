@@ -132,7 +132,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     )
     patched = check_patches(spec, edits, facts.dtype, doc, found)
     if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
-        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode, patched)
+        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype, gates), doc, found, mode, patched)
     if has_errors(found):
         return None, found
     plan = Plan(

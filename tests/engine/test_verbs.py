@@ -217,7 +217,7 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
             "w": {"file": "probe.safetensors", "tensor": "w"}, "bias": {"file": "probe.safetensors", "tensor": "b"},
         },
         arms={
-            "base": arm(reads=["stream", "probe", *(f"{name_of(kind)}_{way}" for kind in SAES for way in ("top", "ids"))]),
+            "base": arm(reads=["stream", "probe", *(f"{name_of(k)}_{way}" for k in SAES for way in ("top", "ids"))]),
             **{
                 name: arm({**use(name, u.site), "coefficient": None, "vector": None, **u.point}, reads=["stream"])
                 for name, u in USES.items()
