@@ -8,15 +8,18 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
+import torch
 
 from tests.saes import activations, save_sae, write_sae
-from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, PointEdit, Program, SiteEntry
-from vtaps.runtime.records import ReadRows
-from vtaps.runtime.reference import kinds, known, places, saes, verbs
+from vtaps.runtime.narrow import narrowed
+from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, GateEntry, PointEdit, Program, SiteEntry
+from vtaps.runtime.records import ReadRows, Scores
+from vtaps.runtime.reference import gates, kinds, known, places, saes, verbs
 from vtaps.spec import spec
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.rows import Rows
 from vtaps.spec.saes import Feature, open_sae
+from vtaps.spec.store import Store
 from vtaps.spec.tensor_files import Mapped
 
 SITE = SiteEntry("here", "m", None, None, None, None, 0, 4)
@@ -68,9 +71,9 @@ def test_a_field_that_nobody_knows_is_no_silence() -> None:
         patch.setattr(known, "KNOWN", {**known.KNOWN, Louder: known.KNOWN[EditEntry]})
         assert known.strange(louder) == "volume is not known to the reference"
         assert known.strange(replace(louder, volume=None)) is None
-        assert (
-            known.strange(EditEntry("zero", ("here",), Rows(), when="gates.g")) == "what a gate decides is not repeated"
-        )
+        # A field that has a reason says it.
+        patch.setattr(known, "NOT_CHECKED", {(Louder, "volume"): "it is only loud"})
+        assert known.strange(louder) == "it is only loud"
 
 
 def test_every_alias_of_every_table_has_a_place() -> None:
@@ -251,6 +254,72 @@ def test_a_feature_on_its_edge_may_stand_on_either_side(tmp_path: Path) -> None:
     for given, off in ((p[index], 1e-4), (0.0, 1e-4)):
         assert found.apart(np.array([[given]]), np.array([[index]]))[0, 0] < off
     assert found.apart(np.array([[0.5 * p[index]]]), np.array([[index]]))[0, 0] > 0.1
+
+
+GATE_ROWS = np.array([[3.0, 0, 4, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
+ALONG = np.array([0.0, 0, 2, 0])
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("reduce", [None, "max", "mean", "last"])
+def test_a_gate_by_hand(cosine: bool, reduce: Any) -> None:
+    scores = [0.8, 0.0, 0.0] if cosine else [8.0, 0.0, 0.0]
+    value = None if reduce is None else {"max": scores[0], "mean": sum(scores) / 3, "last": 0.0}[reduce]
+    entry, use_ = GateEntry(cosine, reduce), PointEdit("gates.g", ("here",), None, "v", 0.1)
+    passed = [True, False, False] if reduce is None else [reduce != "last"] * 3
+
+    def told(scores: list[float], passed: list[bool], value: float | None = value) -> float:
+        given = Scores(np.arange(3), np.array(scores, np.float32), np.array(passed), value)
+        return float(gates.off(entry, use_, given, GATE_ROWS, ALONG, np.ones(3)).max())
+
+    assert told(scores, passed) < 1e-6
+    assert told([scores[0] * 1.01, 0, 0], passed) == pytest.approx(0.008, rel=1e-3)
+    assert told(scores, [not p for p in passed]) == np.inf
+    assert told(scores, [passed[0], True, passed[2]]) == np.inf or reduce in ("max", "mean")
+    if value is not None:
+        assert told(scores, [value + 1 > 0.1] * 3, value + 1.0) > 0.09
+        assert told(scores, [False] * 3, None) == np.inf
+
+
+def test_rows_that_are_stored_in_fewer_bits_may_be_off_by_half_a_step() -> None:
+    rng = np.random.default_rng(0)
+    want = rng.normal(size=(5, 64)) * 10.0 ** rng.integers(-9, 4, (5, 64))
+    want[0, 0], want[1, 1] = 1e6, -1e6
+    compare: Any = kinds.READS["rows"]
+
+    def told(dtype: str | None, scaled: bool, change: float = 0.0) -> Any:
+        fields, name = narrowed(torch.from_numpy(want * (1 + change)).float()[:, None], Store(dtype, scaled))
+        values = {field: v[:, 0].view(torch.uint16).numpy() if v.dtype == torch.bfloat16 else v[:, 0].numpy()
+                  for field, v in fields.items()}  # fmt: skip
+        return compare(ReadRows(np.arange(5), values, name), want, replace(spec_read("rows"), growth=np.ones(5)))
+
+    for dtype, scaled in ((None, False), ("float16", False), ("float16", True), ("float8_e4m3", True)):
+        assert told(dtype, scaled).max() < 1e-6, (dtype, scaled)
+        assert told(dtype, scaled, 0.2)[2:].min() > 0.05, (dtype, scaled)
+    assert told("bfloat16", False).max() < 2**-8
+    # Only what float16 cannot hold may be infinite.
+    low = ReadRows(np.arange(1), {"rows": np.array([[np.inf, 1.0]], np.float16)}, "float16")
+    assert compare(low, np.array([[1e4, 1.0]]), spec_read("rows")).tolist() == [np.inf]
+
+
+def test_a_pattern_is_held_to_its_own_position() -> None:
+    compare: Any = kinds.READS["pattern"]
+    want = np.array([[[1.0, np.nan], [1.0, np.nan]], [[0.25, 0.75], [0.5, 0.5]]])
+    context = replace(spec_read("rows"), growth=np.ones(2))
+
+    def told(pattern: Any, keys: list[int]) -> Any:
+        return compare(ReadRows(np.arange(2), {"pattern": pattern, "keys": np.array(keys)}, "float32"), want, context)
+
+    assert told(want.astype(np.float32), [1, 2]).max() == 0
+    assert told(want, [2, 2]).min() == np.inf
+    assert told(np.nan_to_num(want), [1, 2]).min() == np.inf
+    off = want.copy()
+    off[1, 0] = [0.26, 0.74]
+    np.testing.assert_allclose(told(off, [1, 2]), [0, 0.01])
+    rows = ReadRows(np.arange(2), {"pattern": want, "keys": np.array([1, 2])}, "float32")
+    other = ReadRows(np.arange(2), {"pattern": off, "keys": np.array([1, 2])}, "float32")
+    assert kinds.between(rows, rows, np.ones(2)).max() == 0
+    np.testing.assert_allclose(kinds.between(rows, other, np.ones(2)), [0, 0.01])
 
 
 def spec_read(kind: Any, **more: Any) -> kinds.Context:
