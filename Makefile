@@ -59,15 +59,16 @@ model: venv ## build the demo model once and link it as models/smollm2-135m-inst
 demo: model ## run examples/paris.yaml on the demo model and print its table
 	@$(BIN)/vtaps run examples/paris.yaml --out runs/demo-paris --overwrite
 
-# No engine: two processes. Engines run one at a time: each of them wants both cores. 5: nothing that ARGS asks for is there.
+# Two processes, a file's tests in one of them; one that starts engines has a core of its own (tests/conftest.py).
+# 5: nothing that ARGS asks for is there.
 QUICK := -m "not engine and not gpu" -n 2
-ENGINE := -m "engine and not gpu"
+ENGINE := -m "engine and not gpu and not long" -n 2 --dist loadfile
 
 .PHONY: test
 test: model ## all quick and engine tests (real vLLM on the CPU)
 	@status=0; \
 	$(BIN)/python -m pytest $(QUICK) $(ARGS) || [ $$? -eq 5 ] || status=1; \
-	$(BIN)/python -m pytest $(ENGINE) --durations=25 $(ARGS) || [ $$? -eq 5 ] || status=1; \
+	VTAPS_TESTS=engine $(BIN)/python -m pytest $(ENGINE) --durations=25 $(ARGS) || [ $$? -eq 5 ] || status=1; \
 	exit $$status
 
 .PHONY: test-quick
@@ -75,13 +76,21 @@ test-quick: venv ## the tests that start no engine
 	@$(BIN)/python -m pytest $(QUICK) $(ARGS)
 
 .PHONY: test-engine
-test-engine: model ## the tests that start engines, one at a time
-	@$(BIN)/python -m pytest $(ENGINE) $(ARGS)
+test-engine: model ## the tests that start engines
+	@VTAPS_TESTS=engine $(BIN)/python -m pytest $(ENGINE) $(ARGS)
+
+.PHONY: test-long
+test-long: model ## the rest of the engine tests: every family on several workers (a quarter of an hour)
+	@$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
 
 .PHONY: soak
 soak: venv ## 2,000 requests drawn at random on each engine, every row held against a forward of its own (15 minutes)
 	@status=0; for mode in taps eager; do \
 	    $(BIN)/python -m tests.engine.soak --mode $$mode $(ARGS) || status=1; done; exit $$status
+
+.PHONY: fuzz
+fuzz: venv ## 10,000 drawn specs and 1,000 with slips through check and compile (5 minutes); ARGS="--seed 1" for others
+	@$(BIN)/python -m tests.spec.fuzz $(ARGS)
 
 .PHONY: lint
 lint: venv ## ruff: rules and layout

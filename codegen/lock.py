@@ -236,7 +236,7 @@ def _site(location: LocationPlan, plan: Plan) -> dict[str, Any]:
         "dtype": plan.tree.dtype if site.name != SAMPLES else "int32",
         "hf_hidden_states": site.hf_index,
         "mode": location.mode,
-        "shard": None,
+        "shard": "columns" if site.name in plan.parted else None,
     }
 
 

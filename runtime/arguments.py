@@ -8,7 +8,7 @@ from typing import Any
 
 from vtaps.runtime.compat.frontend import CPU_KV_CACHE, is_cpu
 from vtaps.runtime.errors import EngineError
-from vtaps.spec.engine_args import REFUSED
+from vtaps.spec.engine_args import refusal
 
 OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enforce_eager": (lambda v: v is not None, "engine.mode says it"),
@@ -22,13 +22,15 @@ def engine_arguments(lock: Mapping[str, Any], folder: Path, *, eager: bool) -> d
     """vLLM's arguments as the lock asks for them, without the block: what a plain engine takes.
 
     ``eager`` runs the model without compilation and CUDA graphs; otherwise both are as the user configured them.
-    Raises EngineError (VT503) for a setting that does not go with this engine.
+    Raises EngineError (VT503, VT506) for a setting that does not go with this engine.
     """
     model = lock["model"]
     asked = dict(lock.get("engine", {}).get("vllm") or {})
-    for name, (wrong, reason) in {**REFUSED, **OURS}.items():
-        if name in asked and wrong(asked[name]):
-            raise EngineError("VT503", f"engine.vllm.{name}: {asked[name]!r} does not go with this engine: {reason}")
+    for name, value in asked.items():
+        wrong, reason = OURS.get(name, (lambda _: False, ""))
+        refused = ("VT503", reason) if wrong(value) else refusal(name, value)
+        if refused is not None:
+            raise EngineError(refused[0], f"engine.vllm.{name}: {value!r} does not go with this engine: {refused[1]}")
     args: dict[str, Any] = {
         "model": resolve_path(model["path"], folder),
         "dtype": model.get("dtype") or "auto",

@@ -15,8 +15,8 @@ A residual stream that a model carries as a pair is ``hidden + residual``, summe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -98,6 +98,10 @@ class Block:
     vllm: str
     architecture: str
     locations: dict[str, Location] = field(default_factory=dict)
+
+    def only(self, names: Container[str]) -> Block:
+        """The block without the locations of other workers."""
+        return replace(self, locations={name: place for name, place in self.locations.items() if name in names})
 
     def location(
         self,

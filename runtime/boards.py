@@ -207,9 +207,10 @@ class Boards:
             vectors = self._table(note, site, tuple(str(name) for name in used))
         mask = None
         if note.columns is not None:
-            chosen = np.zeros(site.width, np.uint8)
+            chosen = np.zeros(site.whole, np.uint8)
             for a, b in note.columns:
                 chosen[a:b] = 1
+            chosen = site.own(chosen)
             mask = self._put(chosen)
         if edit.verb == "put":
             memory, part = self.patches[note.name].place(site.name)
@@ -323,6 +324,11 @@ class Boards:
         """Select nothing: dummy runs, and the lens, see a model without a block."""
         for axis in self.axes:
             axis.clear()
+
+    def let(self, edit: str, sampled: bool) -> Tensor:
+        """What the row table says of an edit after its gate: int32 ``[rows]``, 0 where it does not act."""
+        axis = self.axes[sampled]
+        return axis.board.rows[:, axis.columns["edit", edit]]
 
     def find(self, name: str) -> tuple[Board, LocationProgram, tuple[LocationProgram | Note, ...]]:
         """The location's board, all that is launched there, and its parts in order."""

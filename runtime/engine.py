@@ -23,18 +23,20 @@ from vtaps.runtime.errors import EngineError as EngineError
 from vtaps.runtime.errors import RequestError as RequestError
 from vtaps.runtime.errors import one_line as one_line
 from vtaps.runtime.forward_text import changed
-from vtaps.runtime.live import RequestKey
 from vtaps.runtime.lockfile import parse_program
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits, TapMemoryError, predicted
+from vtaps.runtime.merging import Merging
 from vtaps.runtime.pattern import attended, with_patterns
 from vtaps.runtime.prefix import Prefix
 from vtaps.runtime.program import LockError, Program
-from vtaps.runtime.records import Completion, Finished, Record, Request
+from vtaps.runtime.records import Completion, Finished, Request
 from vtaps.runtime.spool import machine_memory
 from vtaps.runtime.transport import Folders
 from vtaps.spec import vllm_version
 from vtaps.spec.budget import LARGEST_TOKENS, limits
+from vtaps.spec.parts import ranks
+from vtaps.spec.pipeline import stages
 from vtaps.spec.rows import OPEN
 from vtaps.spec.sizes import human, row_counts
 from vtaps.spec.slots import ITEM_BYTES
@@ -90,13 +92,14 @@ class Engine:
         tell("loading vLLM")
         args = engine_arguments(lock, lock_folder, eager=self.program.mode == "eager")
         args["worker_extension_cls"] = EXTENSION
+        self._ranks = ranks(args) * stages(args)
         args["additional_config"] = {
             **(args.get("additional_config") or {}),
             "vtaps": self.program.structure,
         }
         manifest_dir.mkdir(parents=True, exist_ok=True)
         own = (spool or manifest_dir).resolve() / f"spool-{secrets.token_hex(8)}"
-        self._folders = Folders(own, others=not in_process)
+        self._folders = Folders(own, others=not in_process or self._ranks > 1)
         self._memory = host_memory if host_memory is not None else machine_memory() // 4
         self._manifest = self._write(lock, lock_folder, block_path, manifest_dir / "manifest.json")
         self._faults: Callable[[], list[str]] = lambda: []
@@ -108,7 +111,7 @@ class Engine:
                 with splitting(any(site.mode == "break" for site in self.program.sites.values())):
                     self._frontend = _start(args, in_process=in_process, faults=self._faults)
             self.workers = self._handshake()
-            self._attention = attended(self.program.patterns, self.workers)
+            self._learn(self.program, self.workers)
             self.proof = self._prove(tell) if self.program.mode == "taps" else {}
         except EngineError:
             self.close()
@@ -138,12 +141,16 @@ class Engine:
             who = f"worker {told.get('rank', '?')}"
             if told.get("block") != self.program.block_digest:
                 raise EngineError("VT601", f"{who} runs without the block (vLLM's plug-in of vtaps did not load)")
-            missing = set(self.program.sites) - set(told["locations"])
-            if missing:
-                raise EngineError("VT601", f"{who} has no {', '.join(sorted(missing))}")
         if not workers:
             raise EngineError("VT601", "no worker answered")
+        missing = set(self.program.sites).difference(*(told["locations"] for told in workers))
+        if missing:
+            raise EngineError("VT601", f"no worker has {', '.join(sorted(missing))}")
         return workers
+
+    def _learn(self, program: Program, workers: list[dict[str, Any]]) -> None:
+        widths = {name: site.width for name, site in program.sites.items()}
+        self._attention, self._merging = attended(program.patterns, widths, workers), Merging(program, workers)
 
     def load(self, lock: Mapping[str, Any], lock_folder: Path, block_path: Path) -> None:
         """Go on with another lock of the same structure: other scales, vectors, rows, arms and prompts.
@@ -160,7 +167,7 @@ class Engine:
         for rank, answer in enumerate(self._call("vtaps_load", str(manifest))):
             if answer:
                 raise EngineError("VT607", f"worker {rank}: {answer}")
-        self._attention = attended(program.patterns, self._call("vtaps_handshake"))
+        self._learn(program, self._call("vtaps_handshake"))
         self.program, self._prefix = program, Prefix(program)
 
     def patch(self, edit: str, first: int, rows: Mapping[str, Any]) -> None:
@@ -296,9 +303,8 @@ class Engine:
 
     def _collect(self, finished: list[tuple[Request, tuple[Output, ...]]]) -> list[Finished]:
         wanted = [(r.key, o.index, len(o.token_ids)) for r, outputs in finished for o in outputs]
-        records: dict[RequestKey, Record] = {}
-        for answer in self._call("vtaps_collect", wanted, os.getpid(), self._folders.held):
-            records.update(self._guard(partial(self._folders.records, answer)))
+        answers = self._call("vtaps_collect", wanted, os.getpid(), self._folders.held)
+        records = self._merging.records([self._guard(partial(self._folders.records, one)) for one in answers])
         records = {k: with_patterns(r, self.program.patterns, self._attention) for k, r in records.items()}
         return [
             Finished(

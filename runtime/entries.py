@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.store import Store
 
@@ -43,9 +46,31 @@ class LockError(Exception):
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a rank has of a location that is ``width`` columns wide on one rank alone: ``pieces`` of those columns, in
+    the order of its own, which are ``columns`` of its tensor (None: all of it)."""
+
+    width: int
+    pieces: tuple[Interval, ...]
+    columns: Interval | None = None
+    first: bool = True
+    """Whether it is of the first rank."""
+
+    @property
+    def size(self) -> int:
+        return sum(b - a for a, b in self.pieces)
+
+    def cut(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[…, width]`` → ``[…, size]``."""
+        return np.concatenate([array[..., a:b] for a, b in self.pieces], axis=-1)
+
+
+@dataclass(frozen=True)
 class SiteEntry:
     """Where a location is.  ``sampled``: its tensor has one row a request (logits), not one a token; ``mode``: how it
-    is served, see docs/serving.md; ``op``: it is what this op of ``forward`` (in :attr:`Program.forwards`) computes."""
+    is served, see docs/serving.md; ``op``: it is what this op of ``forward`` (in :attr:`Program.forwards`) computes.
+    ``heads`` divide its columns.  ``shared``: ranks of a tensor-parallel group have some of its columns each; where
+    this is one rank's entry, ``part`` says which, and ``width`` and ``columns`` are of its own."""
 
     name: str
     module: str
@@ -60,6 +85,18 @@ class SiteEntry:
     op: str | None = None
     forward: str | None = None
     inside: str | None = None
+    heads: int | None = None
+    shared: bool = False
+    part: Part | None = None
+
+    @property
+    def whole(self) -> int:
+        """Columns of it on one rank alone."""
+        return self.width if self.part is None else self.part.width
+
+    def own(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """``[…, whole]`` → ``[…, width]``."""
+        return array if self.part is None else self.part.cut(array)
 
     @property
     def functions(self) -> tuple[str, ...]:

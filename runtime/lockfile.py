@@ -153,6 +153,8 @@ def _site(name: str, data: Mapping[str, Any], engine: str, python: bool) -> Site
         op=data.get("op"),
         forward=data.get("forward"),
         inside=data.get("inside"),
+        heads=data.get("heads"),
+        shared=data.get("shard") is not None,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.numpy import load
 from torch import Tensor
 
-from vtaps.runtime.program import LockError, Program
+from vtaps.runtime.program import LockError, Program, SiteEntry
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class PatchMemory:
     in the model's dtype."""
 
     groups: Sequence[tuple[tuple[str, ...], Tensor]]
+    sites: Mapping[str, SiteEntry]
 
     @classmethod
     def of(cls, program: Program, name: str, dtype: torch.dtype, device: torch.device) -> PatchMemory:
@@ -29,7 +30,8 @@ class PatchMemory:
             [
                 (tuple(sites), torch.zeros((edit.slots, len(sites), width), dtype=dtype, device=device))
                 for width, sites in by_width.items()
-            ]
+            ],
+            program.sites,
         )
 
     def place(self, site: str) -> tuple[Tensor, int]:
@@ -50,7 +52,7 @@ class PatchMemory:
             for number, site in enumerate(sites):
                 if site not in rows:
                     raise LockError(f"edits.{name}", f"no rows came for {site}")
-                found = torch.from_numpy(rows[site].copy())
+                found = torch.from_numpy(self.sites[site].own(rows[site]).copy())
                 if memory.dtype == torch.bfloat16 and found.dtype == torch.uint16:
                     found = found.view(torch.bfloat16)
                 room = memory[first : first + len(found), number]

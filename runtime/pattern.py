@@ -32,17 +32,21 @@ class Attention:
     window: int = 0
 
 
-def attended(patterns: Mapping[str, PatternEntry], workers: Sequence[Mapping[str, Any]]) -> dict[str, Attention]:
+def attended(
+    patterns: Mapping[str, PatternEntry], widths: Mapping[str, int], workers: Sequence[Mapping[str, Any]]
+) -> dict[str, Attention]:
     """By module, as the workers tell; raises EngineError (VT346) where the probabilities are not known from queries and
     keys."""
     told: Mapping[str, Any] = workers[0].get("attention") or {}
     out = {}
     for name, entry in patterns.items():
-        for site, (module, _, _) in entry.sites.items():
+        for site, (module, query, key) in entry.sites.items():
             facts = told.get(module) or {"refused": f"the model has no {module}"}
             if "refused" in facts:
                 raise EngineError("VT346", f"reads.{name}: {site} is not known: {facts['refused']}")
-            out[module] = Attention(**facts)
+            # A rank has some of the heads.
+            heads, kv_heads = (widths[s] // facts["head_size"] for s in (query, key))
+            out[module] = Attention(**{**facts, "heads": heads, "kv_heads": kv_heads})
     return out
 
 

@@ -28,6 +28,8 @@ def probes(program: Program, device: torch.device) -> dict[str, dict[str, Probe]
             entry, bias = program.sites[site], None
             if read.kind == "probe":
                 weight, shift = program.load_probe(read.vectors, entry)
+                if entry.part is not None and not entry.part.first:
+                    shift = np.zeros_like(shift)  # the sum over ranks has it once
                 bias = torch.from_numpy(shift).to(device)
             else:
                 weight = np.stack([program.load_vector(v, entry) for v in read.vectors])

@@ -221,14 +221,14 @@ class Program:
         definition = self.vectors[name]
         if definition.get("read") is not None:
             found = self.known.get((name, site.name))
-            return np.full(site.width, np.nan, np.float32) if found is None else found
+            return np.full(site.width, np.nan, np.float32) if found is None else site.own(found)
         entry = f"vectors.{name}"
         try:
             if definition.get("sae") is not None:
                 self.load_sae(entry, str(definition["sae"]), site)
             elif definition.get("random") is None:
                 self._check_digest(entry, definition)
-            return read_vector(definition, self.folder, site.layer, site.width)
+            return site.own(read_vector(definition, self.folder, site.layer, site.whole))
         except VectorError as error:
             raise LockError(entry, f"{error.message} (used at {site.name})") from error
 
@@ -236,7 +236,8 @@ class Program:
         """Down and up, float32 ``[rank, width]``, and bias ``[rank]``.  Raises LockError."""
         self._check_digests(names, site)
         try:
-            return read_affine([self.vectors[n] for n in names], names, self.folder, site.layer, site.width)
+            down, up, bias = read_affine([self.vectors[n] for n in names], names, self.folder, site.layer, site.whole)
+            return site.own(down), site.own(up), bias
         except VectorError as error:
             raise LockError(f"vectors.{names[0]}", f"{error.message} (used at {site.name})") from error
 
@@ -244,7 +245,8 @@ class Program:
         """Weight, float32 ``[classes, width]``, and bias ``[classes]``.  Raises LockError."""
         self._check_digests(names, site)
         try:
-            return read_probe([self.vectors[n] for n in names], names, self.folder, site.layer, site.width)
+            weight, bias = read_probe([self.vectors[n] for n in names], names, self.folder, site.layer, site.whole)
+            return site.own(weight), bias
         except VectorError as error:
             raise LockError(f"vectors.{names[0]}", f"{error.message} (used at {site.name})") from error
 

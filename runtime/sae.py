@@ -241,6 +241,15 @@ def autoencoders(program: Program, device: torch.device, loaded: Loaded) -> dict
     return found
 
 
+def load_saes(
+    program: Program, device: torch.device
+) -> tuple[dict[str, dict[str, Encoder]], dict[tuple[str, str], Autoencoder], int]:
+    """:func:`encoders`, :func:`autoencoders` and what both take of the device.  Raises LockError."""
+    loaded: Loaded = {}
+    reads, edits = encoders(program, device, loaded), autoencoders(program, device, loaded)
+    return reads, edits, bytes_of(loaded, edits)
+
+
 def _encoder(
     entry: str, sae: Sae, site: str, ids: tuple[int, ...] | None, device: torch.device, loaded: Loaded
 ) -> Encoder:

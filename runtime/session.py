@@ -26,11 +26,12 @@ from vtaps.runtime.live import Batch, RequestKey, Scheduled
 from vtaps.runtime.lockfile import load_program
 from vtaps.runtime.manifest import Manifest, import_block
 from vtaps.runtime.memory import Limits
+from vtaps.runtime.parts import Ranks, localized
 from vtaps.runtime.probes import probes
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
 from vtaps.runtime.rowtable import RowTable
-from vtaps.runtime.sae import Loaded, autoencoders, bytes_of, encoders
+from vtaps.runtime.sae import load_saes
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.store import collected
 from vtaps.runtime.transport import record_of
@@ -69,12 +70,17 @@ class Session:
         limits: Limits,
         dtype: torch.dtype,
         inside: Callable[[str], bool] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Make the tables on the model's device and put the block into its modules.
 
         ``inside`` says which modules a compiler will trace: there the block becomes operations in the graph, elsewhere
-        (and without it, everywhere) Python calls them.  Raises LockError, InstallError, BlockFault.
+        (and without it, everywhere) Python calls them.  ``ranks``: the group that this worker is one of.  Raises
+        LockError, InstallError, BlockFault.
         """
+        self.ranks = ranks
+        if ranks is not None:
+            self._localize(ranks)
         self.device = next(model.parameters()).device
         self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
@@ -88,6 +94,11 @@ class Session:
         self.installed = install(self.block, self.program, model, self._act_of)
         self.serve()
 
+    def _localize(self, ranks: Ranks) -> None:
+        self.program = localized(self.program, ranks)
+        self.block = self.block.only(self.program.sites)
+        self.functions, self.table = Functions(self.program), RowTable(self.program)
+
     def load(self, manifest: Manifest) -> None:
         """Go on with another lock and block of the same structure: other numbers, vectors, rows, arms.
 
@@ -99,6 +110,8 @@ class Session:
         if (new.program.structure, new.program.mode) != (self.program.structure, self.program.mode):
             raise LockError("block.structure", "it is of another structure; start another engine")
         # Whatever may be refused comes before anything is changed.
+        if self.ranks is not None:
+            new._localize(self.ranks)
         boards = Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes)
         harvest = self._harvest(new.program, new.functions)
         self.boards.adopt(boards)
@@ -109,24 +122,17 @@ class Session:
         self.harvest = harvest
 
     def _harvest(self, program: Program, functions: Functions) -> Harvest:
-        lens, found, loaded = self._lens(program), probes(program, self.device), Loaded()
-        saes = encoders(program, self.device, loaded)
-        functions.autoencoders = autoencoders(program, self.device, loaded)
-        self._sae_bytes = bytes_of(loaded, functions.autoencoders)
-        return Harvest(program, self.device, lens, found, self.boards.grow, self.spool, saes)
+        unembed, first = self._compute_logits, (lambda: 0)
+        if self.ranks is not None:
+            unembed, first = self.ranks.unembed, self.ranks.vocabulary
+        lens = Lens.of(program, self.modules, self._quietly(unembed), first)
+        saes, functions.autoencoders, self._sae_bytes = load_saes(program, self.device)
+        return Harvest(program, self.device, lens, probes(program, self.device), self.boards.grow, self.spool, saes)
 
     @property
     def device_bytes(self) -> int:
         """Device memory of all tables, vectors, slots and SAEs."""
         return self.boards.bytes + self._sae_bytes
-
-    def _lens(self, program: Program) -> Lens:
-        if program.lens_norm is None:
-            return Lens(None, self._quietly(self._compute_logits))
-        found = self.modules.get(program.lens_norm)
-        if found is None:
-            raise LockError("lens", f"the model has no module {program.lens_norm}")
-        return Lens(found, self._quietly(self._compute_logits))
 
     def serve(self) -> None:
         """Make this the session that the operations of this process look at."""
@@ -186,9 +192,7 @@ class Session:
         kept = None
         try:
             if note.verb:
-                let = None
-                if note.when is not None:
-                    let = at.board.rows[:, self.boards.axes[sampled].columns["edit", note.name]]
+                let = None if note.when is None else self.boards.let(note.name, sampled)
                 self.functions.run(note.name, plan.sampled_edits if sampled else plan.edits, *where, let)
             else:
                 kept = self.functions.read(note.name, plan.sampled_reads if sampled else plan.reads, *where)
@@ -353,12 +357,13 @@ class Session:
 
     def patch(self, name: str, first: int, payload: bytes) -> None:
         """Fill slots of the memory of an edit that sets rows; see :meth:`PatchMemory.write`.  Raises LockError."""
-        self.boards.patches[name].write(name, first, payload)
+        if name in self.program.edits:  # else it is another stage's
+            self.boards.patches[name].write(name, first, payload)
 
     def define(self, name: str, payload: bytes) -> None:
         """Give a vector its numbers; ``payload``: safetensors, site → float32 ``[width]``.  Raises LockError."""
         for site, numbers in load(payload).items():
-            if site not in self.program.sites or numbers.shape != (self.program.sites[site].width,):
+            if (here := self.program.sites.get(site)) is not None and numbers.shape != (here.whole,):
                 raise LockError(f"vectors.{name}", f"{list(numbers.shape)} came for {site}")
             self.program.known[name, site] = numbers.astype(np.float32)
         self.boards.renew(name)
@@ -389,5 +394,7 @@ class Session:
             "breaks": sorted(self.breaks),
             "tap_bytes": self.device_bytes,
             "slots": {ring.key: ring.slots for ring in self.boards.rings},
+            "parts": {n: [s.part.width, s.part.pieces] for n, s in self.program.sites.items() if s.part is not None},
+            "stage": self.ranks.stage if self.ranks is not None else 0,
             "pid": os.getpid(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.document import Document
-from vtaps.spec.names import defined
+from vtaps.spec.names import MANY, defined
 from vtaps.spec.plan import ArmPlan, EditPlan, OverridePlan, Point, PointEdit, PointGate
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Rows, compile_rows
@@ -23,6 +24,8 @@ Prompts = Mapping[str, tuple[ReadyPrompt, ...]]
 FIELDS = {"add": ("vector",), "set": ("vector",), "clamp": ("vector", "min", "max"), "feature": ("index",)}
 """What a sweep may give an edit beside its coefficient."""
 IDENTITY = {"add": 0.0, "scale": 1.0, "project_out": 0.0, "affine": 0.0}
+MOST_POINTS = 65_536
+"""Sweep points of an arm."""
 NUMBERS = ("scale", "by", "to", "value", "min", "max", "above", "below")
 
 
@@ -54,6 +57,11 @@ def _arm(
     sampling = {**spec.sampling, **arm.sampling}
     factors = [f for factor in arm.sweep if (f := _factor(arm, factor, spec, edits, prompts, doc, found))]
     points = []
+    count = math.prod(len(factor) for factor in factors)
+    if count > MOST_POINTS:
+        message = f"the sweep has {count:,} points; an arm has {MOST_POINTS:,} at most"
+        found.append(Diagnostic("VT318", message, doc.key(*arm.where, "sweep")))
+        factors = [factor[:1] for factor in factors]
     for combination in itertools.product(*factors):
         settings = [s for step in combination for s in step]
         points.append(_point(arm, spec, settings, edits, overrides))
@@ -133,7 +141,7 @@ def _axis(
                 f"the sweep path {axis.path!r} names nothing",
                 doc.key(*axis.where),
                 tuple(paths),
-                nearest(axis.path, paths),
+                nearest(axis.path, paths) if len(found) < MANY else None,
                 note,
             )
         )

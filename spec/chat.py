@@ -37,10 +37,13 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 class Template:
-    """Raises ChatError where the folder has no template."""
+    """Raises ChatError where the folder has no template, or one that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
-        source = template_of(folder)
+        try:
+            source, config = template_of(folder), _config(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ChatError(f"the chat template in {folder} cannot be read: {error}") from None
         if source is None:
             raise ChatError(f"{folder} has no chat template")
         from jinja2.exceptions import TemplateError
@@ -59,13 +62,13 @@ class Template:
         # No strftime_now: a prompt with today's date would be another prompt tomorrow.  Templates that ask whether
         # it is there fall back to a date of their own; the others are refused in `render`.
         self._special = {
-            k: v["content"] if isinstance(v, dict) else v
-            for k, v in _config(folder).items()
+            k: str(v.get("content", "")) if isinstance(v, dict) else v
+            for k, v in config.items()
             if k.endswith("_token") and isinstance(v, str | dict)
         }
         try:
             self._template = env.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise ChatError(f"the chat template does not parse: {error}") from None
 
     def render(self, messages: Messages, *, generation_prompt: bool) -> str:

@@ -96,6 +96,10 @@ CODES: dict[str, Code] = {
     "VT345": Code("the rows of a read cannot be stored so"),
     "VT346": Code("the attention pattern cannot be used so"),
     "VT347": Code("a budget has no rows to count"),
+    "VT350": Code("no rank has the whole value"),
+    "VT351": Code("what a rank has of it is not known"),
+    "VT352": Code("it needs whole rows, and a rank has parts"),
+    "VT353": Code("it would cross pipeline stages"),
     # 4xx code generation and drift
     "VT401": Code("the compiled block is out of date"),
     "VT402": Code("an outside file changed since compile"),
@@ -108,6 +112,9 @@ CODES: dict[str, Code] = {
     "VT503": Code("a vLLM setting that does not go with this engine"),
     "VT504": Code("this vLLM is not known"),
     "VT505": Code("a forward is not the one that was compiled for"),
+    "VT506": Code("a vLLM setting that nobody has proved"),
+    "VT507": Code("the rows of a quantised model may not stay apart", "warning"),
+    "VT508": Code("a lens on a quantised unembedding"),
     # 6xx run time
     "VT601": Code("a worker runs without the block"),
     "VT602": Code("rows fired differ from rows expected"),

@@ -7,6 +7,7 @@ Rendering lives in :mod:`vtaps.spec.reporters`; the page of a code lives in ``sp
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,8 +49,15 @@ class Diagnostic:
         object.__setattr__(self, "severity", CODES[self.code].severity)
 
 
+LONG, MANY = 200, 5000
+"""Characters of a name, and names, past which no nearest one is looked for."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The closest of ``names`` to ``name``, or None where nothing is close."""
+    """The closest of ``names`` to ``name``, or None where nothing is close, or comparing would take long."""
+    names = list(itertools.islice(names, MANY + 1))
+    if len(name) > LONG or len(names) > MANY:
+        return None
     found = difflib.get_close_matches(str(name), [str(n) for n in names], n=1, cutoff=0.6)
     return found[0] if found else None
 

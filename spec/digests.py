@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vtaps.spec.files import open_regular
+
 
 def of_bytes(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
@@ -22,6 +24,6 @@ def of_json(value: Any) -> str:
 
 
 def of_file(path: Path) -> str:
-    """Of a file's bytes, read piece by piece.  Raises OSError."""
-    with path.open("rb") as stream:
+    """Of a regular file's bytes, read piece by piece.  Raises OSError."""
+    with open_regular(path) as stream:
         return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"

@@ -11,6 +11,7 @@ from typing import Any
 from vtaps.schemas import ENGINE_ARGS, load
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document, NodePath
+from vtaps.spec.engine_options import proved
 from vtaps.spec.schema_words import close, expected, fits, found, short, shown, type_note
 
 # Arguments that vtaps sets, and where the spec says the same.
@@ -29,6 +30,11 @@ OWNED: dict[str, str] = {
 _SPECULATIVE = "a drafted token has rows before it is known to be sampled, so reads and overrides would be wrong"
 _ONE_PROCESS = "this version serves a model in one worker; leave it at 1"
 _GENERATES = "reads, edits and metrics are defined on rows of text generation; leave it out"
+_ELSEWHERE = "edited KV must not reach another engine, and rows that a read needs must not come from one"
+_OFFLOADED = "rows of a prompt would come back from it where a read needs them computed; leave it out"
+_ANOTHER_TREE = "locations are held against the module tree of `model.path`/config.json, which does not hear of it"
+_AFTER_SAMPLING = "tokens would be other than those that the logits, the metrics and the overrides say; leave it out"
+_MEANS_LOGPROB = "the log probabilities in the results would be something else; leave it out"
 
 
 def _set(value: Any) -> bool:
@@ -51,10 +57,9 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "spec_tokens": (_set, _SPECULATIVE),
     "diffusion_config": (_set, _GENERATES),
     "async_scheduling": (_on, "an override must replace a token before the next step is scheduled; leave it off"),
-    "kv_transfer_config": (_set, "edited KV must not reach another engine"),
-    "enable_lora": (_on, "LoRA adapters are not served by this version"),
-    "tensor_parallel_size": (_not_one, _ONE_PROCESS),
-    "pipeline_parallel_size": (_not_one, _ONE_PROCESS),
+    "kv_transfer_config": (_set, _ELSEWHERE),
+    "kv_offloading_size": (_on, _OFFLOADED),
+    "enable_lora": (_on, "no prompt or arm can name an adapter; merge it into the weights and serve those"),
     "data_parallel_size": (_not_one, _ONE_PROCESS),
     "prefill_context_parallel_size": (_not_one, _ONE_PROCESS),
     "decode_context_parallel_size": (_not_one, _ONE_PROCESS),
@@ -62,6 +67,18 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_dbo": (_on, "a batch cut in two would be matched to the wrong rows; leave it off"),
     "ubatch_size": (lambda v: v > 1, "a batch cut in two would be matched to the wrong rows; leave it out"),
     "kv_sharing_fast_prefill": (_on, "it leaves prompt rows out of later layers; leave it off"),
+    "hf_overrides": (_on, f"{_ANOTHER_TREE}; write it into that file"),
+    "hf_config_path": (_set, f"{_ANOTHER_TREE}; say the folder as `model.path`"),
+    "config_format": (lambda v: v not in ("auto", "hf"), _ANOTHER_TREE),
+    "model_class_overrides": (_on, _ANOTHER_TREE),
+    "model_impl": (lambda v: v not in ("auto", "vllm"), "locations are those of vLLM's own classes; leave it out"),
+    "mm_encoder_only": (_on, _GENERATES),
+    "logits_processors": (_on, _AFTER_SAMPLING),
+    "watermark_config": (_set, _AFTER_SAMPLING),
+    "logprobs_mode": (lambda v: v != "raw_logprobs", _MEANS_LOGPROB),
+    "weight_transfer_config": (_set, "weights that change under way make another model of the same run; leave it out"),
+    "scheduler_cls": (_set, "rows are those of vLLM's own scheduler; leave it out"),
+    "enable_prompt_embeds": (_on, "a prompt of a spec is tokens; leave it off"),
     "runner": (lambda v: v not in ("auto", "generate"), _GENERATES),
     "convert": (lambda v: v not in ("auto", "none"), _GENERATES),
 }
@@ -72,6 +89,8 @@ AGAINST_TAPS: dict[tuple[str, ...], str] = {
         "sequence parallelism leaves each worker a part of the rows between layers"
     ),
 }
+
+_UNPROVED = "no test of vtaps shows that rows and values are right under it; `vtaps explain VT506` lists what is served"
 
 
 def against_taps(vllm: Mapping[str, Any]) -> tuple[tuple[str, ...], str] | None:
@@ -89,7 +108,8 @@ def check(doc: Document, path: NodePath, mapping: Mapping[str, Any]) -> list[Dia
     """Hold the engine arguments ``mapping``, which stand at ``path`` of ``doc``, against vLLM's.
 
     VT501 for a name vLLM does not have, VT502 for a value of the wrong type or outside its choices, VT503 for an
-    argument that vtaps sets itself or a setting that this engine does not serve.
+    argument that vtaps sets itself or a setting that this engine does not serve, VT506 for one under which nobody has
+    shown that rows are right.
     """
     known = load(ENGINE_ARGS)["properties"]
     out = []
@@ -121,7 +141,20 @@ def _value(doc: Document, here: NodePath, name: str, value: Any, rule: Mapping[s
         near = close(value, valid) if isinstance(value, str) else None
         message = f"{label}: {shown(value)} is none of vLLM's choices"
         return Diagnostic("VT502", message, span, valid, near)
-    if name in REFUSED and REFUSED[name][0](value):
+    if (refused := refusal(name, value)) is not None:
         written = shown(value) if not isinstance(value, dict | list) else found(value)
-        return Diagnostic("VT503", f"{label}: {written} is not served", span, note=REFUSED[name][1])
+        code, why = refused
+        said = "is not served" if code == "VT503" else "is not proved"
+        return Diagnostic(code, f"{label}: {written} {said}", span, note=why)
     return None
+
+
+def refusal(name: str, value: Any) -> tuple[str, str] | None:
+    """``(code, why)`` of a setting that vLLM takes and vtaps does not: VT503 where it is known to be wrong or is not
+    served, VT506 where nobody has shown that it is right; None for what is served."""
+    if name in REFUSED and REFUSED[name][0](value):
+        return "VT503", REFUSED[name][1]
+    rule = load(ENGINE_ARGS)["properties"].get(name)
+    if rule is None or name in OWNED or name in REFUSED or proved(name, value, rule):
+        return None
+    return "VT506", _UNPROVED

@@ -24,6 +24,10 @@ KINDS = {
 }
 
 
+MANY = 20
+"""Past so many names that are not defined, the nearest one helps nobody and costs the most."""
+
+
 def defined(spec: Spec, section: str) -> set[str]:
     """Names of a section, those of definitions that failed the schema too."""
     return set(getattr(spec, section)) | {str(path[1]) for path in spec.broken if len(path) == 2 and path[0] == section}
@@ -82,17 +86,23 @@ def uses(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
 def check_names(spec: Spec, doc: Document) -> Iterable[Diagnostic]:
     used: dict[str, set[str]] = {section: set() for section in KINDS}
     meant: set[tuple[str, str | None]] = set()
+    unknown = 0
+    known = {section: dict.fromkeys(sorted(defined(spec, section))) for section in KINDS}
     for section, name, where in uses(spec):
+        names = known[section]
+        if name in used[section] and name in names:
+            continue
         used[section].add(name)
-        names = sorted(defined(spec, section))
         if name not in names:
-            meant.add((section, nearest(name, names)))
+            unknown += 1
+            close = nearest(name, names) if unknown <= MANY else None
+            meant.add((section, close))
             yield Diagnostic(
                 "VT210",
                 f"no {KINDS[section]} is named {name!r}",
                 doc.at(*where),
                 tuple(names),
-                nearest(name, names),
+                close,
                 None if names else f"the spec has no `{section}:`",
             )
     for name, tap in spec.taps.items():

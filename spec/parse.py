@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def broken_paths(doc: Document, found: list[Diagnostic]) -> frozenset[NodePath]:
-    """The definitions (or whole top-level keys) that hold a finding of the schema."""
+    """The definitions (or whole top-level keys) in which a finding of the loader stands."""
     out: set[NodePath] = set()
     for d in found:
         inside = [
@@ -66,10 +66,11 @@ def _start(path: NodePath, doc: Document) -> tuple[int, int]:
     return span.line, span.column
 
 
-def parse(doc: Document, found: list[Diagnostic] | None = None) -> Spec | None:
-    """The spec of a document whose schema findings are ``found``; None where the root itself is not a mapping or
-    the model, engine or sampling sections cannot be used."""
-    broken = broken_paths(doc, found or [])
+def parse(doc: Document, found: list[Diagnostic] | None = None, refused: Iterable[NodePath] = ()) -> Spec | None:
+    """The spec of a document, of which the loader said ``found`` and the schema refused ``refused``
+    (:func:`vtaps.spec.schema.held`); None where the root itself is not a mapping or the model, engine or sampling
+    sections cannot be used."""
+    broken = broken_paths(doc, found or []) | {p if p and p[0] in SECTIONS else p[:1] for p in refused}
     data = doc.data
     if not isinstance(data, dict) or {("model",), ("engine",), ("sampling",)} & broken:
         return None

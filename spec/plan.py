@@ -195,7 +195,7 @@ class Plan:
     ``forwards`` the functions in which a location is (:attr:`Site.forward`) to their ops; ``everywhere`` is what ``**``
     became, where a read or an edit says it.  ``stages``: the arms in the order in which they can be served; those of
     one stage need only what earlier ones kept.  ``means``: vector → ``read`` and ``minus`` → where its
-    numbers come from."""
+    numbers come from.  ``parted``: the sites of which each rank of a tensor-parallel group has some columns."""
 
     spec: Spec
     tree: TreeFacts
@@ -215,3 +215,4 @@ class Plan:
     gates: Mapping[str, GatePlan] = field(default_factory=dict)
     stages: tuple[tuple[str, ...], ...] = ()
     means: Mapping[str, Mapping[str, MeanSource]] = field(default_factory=dict)
+    parted: frozenset[str] = frozenset()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vtaps.spec.chat import ChatError, Template
 from vtaps.spec.diagnostics import Diagnostic, Span, nearest
 from vtaps.spec.document import Document
+from vtaps.spec.files import nearest_file, path_in, read_text
 from vtaps.spec.rows import OPEN, Interval
 from vtaps.spec.spec import Prompt, PromptFile, PromptGroup
 from vtaps.spec.tokens import Encoded, Tokens
@@ -62,17 +62,11 @@ def _from_file(
     group: PromptGroup, ref: PromptFile, doc: Document, found: list[Diagnostic]
 ) -> Iterator[tuple[Prompt, Span]]:
     where = doc.at(*group.where, "file")
-    path = doc.folder / Path(ref.file).expanduser()
     try:
-        if path.exists() and not path.is_file():
-            raise OSError(0, "it is not a regular file")
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        found.append(
-            Diagnostic("VT312", f"{ref.file} cannot be read: {reason}", where, nearest=nearest(path.name, beside))
-        )
+        lines = read_text(path_in(doc.folder, ref.file)).split("\n")
+    except OSError as error:
+        near = nearest_file(doc.folder / ref.file)
+        found.append(Diagnostic("VT312", f"{ref.file} cannot be read: {error.strerror}", where, nearest=near))
         return
     named = [ref.column] + ([ref.id_column] if ref.id_column is not None else [])
     for number, line in enumerate(lines, 1):
@@ -82,13 +76,13 @@ def _from_file(
         try:
             row = json.loads(line)
             problem = None if isinstance(row, dict) else "a line must hold one JSON object"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problem = f"not JSON: {error}"
         missing = [] if problem else [c for c in named if c not in row]
         if missing:
             problem = f"no column {missing[0]!r}"
         elif not problem:
-            problem = _wrong(ref.kind, row[ref.column])
+            problem = _wrong(ref.kind, row[ref.column]) or _halved(line, row[ref.column])
         if problem:
             valid = tuple(row) if missing else ()
             close = nearest(missing[0], valid) if missing else None
@@ -108,6 +102,16 @@ def _wrong(kind: str, content: Any) -> str | None:
         good = isinstance(content, list) and content
         if not good or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in content):
             return "a chat must be a non-empty list of {role, content}"
+    return None
+
+
+def _halved(line: str, content: Any) -> str | None:
+    """JSON can spell half of a character, which no tokenizer takes."""
+    if "\\ud" in line.lower():
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"the escape \\u{ord(error.object[error.start]):04x} is half of a character"
     return None
 
 

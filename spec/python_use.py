@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from pathlib import Path
 
 from vtaps.spec import digests
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document
+from vtaps.spec.files import nearest_file, path_in, read_bytes
 from vtaps.spec.plan import EditPlan, ReadPlan
 from vtaps.spec.spec import Edit, Read
+
+LARGEST_PYTHON = 4 << 20
+"""Bytes of a file of functions."""
 
 
 def check_functions(
@@ -25,20 +28,19 @@ def check_functions(
         file, function = owner.python
         who = f"{str(owner.where[0]).removesuffix('s')} {owner.name!r}"
         span = doc.at(*owner.where, "python")
-        path = doc.folder / Path(file).expanduser()
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
-            there = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-            found.append(Diagnostic("VT322", f"{who}: {file}: {reason}", span, nearest=nearest(path.name, there)))
+            path = path_in(doc.folder, file)
+            content = read_bytes(path, LARGEST_PYTHON)
+        except OSError as error:
+            near = nearest_file(doc.folder / file, ".py")
+            found.append(Diagnostic("VT322", f"{who}: {file}: {error.strerror}", span, nearest=near))
             continue
-        known[file] = digests.of_file(path)
+        known[file] = digests.of_bytes(content)
         try:
-            body = ast.parse(text).body
-        except (SyntaxError, ValueError) as error:
+            body = ast.parse(content.decode("utf-8")).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-            message = error.msg if isinstance(error, SyntaxError) else str(error)
+            message = error.msg if isinstance(error, SyntaxError) else _why(error)
             found.append(Diagnostic("VT322", f"{who}: {file} does not parse: {message}{line}", span))
             continue
         functions = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
@@ -57,6 +59,12 @@ def check_functions(
                 )
             )  # fmt: skip
     return known
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return "it is nested too deep" if isinstance(error, RecursionError | MemoryError) else str(error)
 
 
 def _wrong_parameters(args: ast.arguments) -> str | None:

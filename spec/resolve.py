@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from vtaps.spec import digests, engine_args, logits
+from vtaps.spec import digests, engine_args, logits, pipeline
 from vtaps.spec.aliases import final_norm
 from vtaps.spec.arms import plan_arms
 from vtaps.spec.behind import LOGITS, SAMPLES
@@ -22,10 +22,12 @@ from vtaps.spec.columns import columns_of
 from vtaps.spec.diagnostics import Diagnostic, Span, has_errors, nearest
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.everywhere import EVERYWHERE, Everywhere, everywhere
+from vtaps.spec.files import path_in
 from vtaps.spec.gates import check_gated, loads, plan_gate
 from vtaps.spec.locations import locate
 from vtaps.spec.names import check_names
 from vtaps.spec.order import plan_locations
+from vtaps.spec.parts import check_parts, ranks
 from vtaps.spec.pattern import arms_with_parts, is_pattern, plan_pattern, with_parts
 from vtaps.spec.plan import EditPlan, GatePlan, MetricPlan, OverridePlan, Plan, ReadPlan, TreeFacts
 from vtaps.spec.prompts import Encoder, ReadyPrompt, load_group
@@ -85,10 +87,10 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     sae_digests, saes = check_saes(spec, edits, reads, tree, doc, found)
     outside |= sae_digests
     for group in spec.prompts.values():
-        if group.file is not None and (digest := _digest(doc.folder / Path(group.file.file).expanduser())):
+        if group.file is not None and (digest := _digest(doc.folder, group.file.file)):
             outside[group.file.file] = digest
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if digest := _digest(context.tokens.folder / name):
+        if digest := _digest(context.tokens.folder, name):
             outside[f"model:{name}"] = digest
     outside |= check_functions(edits, reads, doc, found)
     arms = plan_arms(spec, edits, overrides, prompts, doc, found)
@@ -96,6 +98,8 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     check_gated(spec, edits, gates, arms, prompts, overrides, doc, found)
     reads = with_parts(reads)
     worked = arms_with_parts(arms, reads)
+    parted = check_parts(ranks(spec.engine.vllm), edits, reads, gates, tree, doc, found)
+    pipeline.check_stages(pipeline.stages(spec.engine.vllm), edits, reads, gates, tree, doc, found)
     locations = plan_locations(spec, edits, reads, worked, gates, doc, found)
     functions = {("edit", name) for name, p in edits.items() if p.edit.breaks}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
@@ -139,7 +143,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
         spec, facts, mode, reason, locations, edits, reads, overrides, metrics, arms, prompts,
         dict(sorted(outside.items())),
         {where: tree.forwards[where] for where in sorted({f for p in locations for f in p.site.functions})},
-        context.everywhere if every else None, saes, gates, stages, means,
+        context.everywhere if every else None, saes, gates, stages, means, parted,
     )  # fmt: skip
     return plan, found
 
@@ -148,9 +152,12 @@ def _known(items: dict[str, T | None]) -> dict[str, T]:
     return {name: item for name, item in items.items() if item is not None}
 
 
-def _digest(path: Path) -> str | None:
+def _digest(folder: Path, name: str) -> str | None:
     """Of a file's bytes, None where there is no such file."""
-    return digests.of_file(path) if path.is_file() else None
+    try:
+        return digests.of_file(path_in(folder, name))
+    except OSError:
+        return None
 
 
 def _sites(at: At, spec: Spec, context: Context, found: list[Diagnostic]) -> tuple[Site, ...]:

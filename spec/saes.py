@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vtaps.spec.diagnostics import nearest
+from vtaps.spec.files import nearest_file
 from vtaps.spec.npz_files import map_npz
 from vtaps.spec.tensor_files import Mapped, VectorError, map_tensors, must_be_file
 
@@ -184,10 +185,10 @@ def open_sae(base: Path, folder: str) -> Sae:
         return _open_npz(base, folder)
     config, weights = (base / name for name in files_of(folder))
     for path in (config, weights):
-        if not path.is_file():
-            there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else None
-            what = "there is no such folder" if there is None else f"it has no {path.name}"
-            close = None if there is None else nearest(path.name, there)
+        if not _is_file(path):
+            there = _is_file(path.parent, stat.S_IFDIR)
+            what = f"it has no {path.name}" if there else "there is no such folder"
+            close = nearest_file(path)
             raise VectorError("sae", f"{folder}: {what}" + (f" (there is {close})" if close else ""))
     said = _config(config, folder)
     tensors = _tensors(weights, folder)
@@ -225,6 +226,13 @@ def _refuse_names(kind: str, tensors: Mapping[str, Mapped], folder: str, who: st
         raise VectorError("sae", f"{folder}: {who} has no {', '.join(missing)}; it holds {there}")
     if strange := sorted(tensors.keys() - {*_TENSORS[kind], *also}):
         raise VectorError("sae", f"{folder}: {who} holds {', '.join(strange)}, which a {kind} SAE has no use for")
+
+
+def _is_file(path: Path, kind: int = stat.S_IFREG) -> bool:
+    try:
+        return stat.S_IFMT(path.stat().st_mode) == kind
+    except (OSError, ValueError):  # too long a name, a NUL
+        return False
 
 
 def _config(path: Path, folder: str) -> dict[str, Any]:

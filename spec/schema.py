@@ -23,6 +23,7 @@ from vtaps.spec.schema_words import (
     fits,
     found,
     json_type,
+    matches,
     short,
     shown,
     type_note,
@@ -45,21 +46,31 @@ def validate(doc: Document) -> list[Diagnostic]:
 
     vLLM's engine arguments are only held to be a mapping: :mod:`vtaps.spec.engine_args` checks them.
     """
+    return held(doc)[0]
+
+
+def held(doc: Document) -> tuple[list[Diagnostic], frozenset[NodePath] | None]:
+    """What :func:`validate` gives, and the parts of the spec that it is about: paths of two steps, or fewer.  None
+    where nothing was held against the schema, since the spec is of another version.
+
+    The paths are those of the data: what an alias repeats is refused everywhere, and said where its anchor stands.
+    """
     schema = load("spec-v1.schema.json")
     data = doc.data
     if isinstance(data, dict) and "vtaps" in data and json_type(data["vtaps"]) + shown(data["vtaps"]) != "integer1":
         # Another version has other keys: what this one thinks of them is noise.
         version = found(data["vtaps"])
         message = f"version 1 is the only one this vtaps reads, not {version}"
-        return [Diagnostic("VT106", message, doc.at("vtaps"), ("1",), note="write `vtaps: 1`")]
+        return [Diagnostic("VT106", message, doc.at("vtaps"), ("1",), note="write `vtaps: 1`")], None
     walker = _Walker(doc, schema["$defs"])
     walker.walk(data, schema, ())
-    return in_order(walker.found)
+    return in_order(walker.found), frozenset(walker.refused)
 
 
 class _Walker:
     def __init__(self, doc: Document, definitions: dict[str, Schema]) -> None:
         self.found: list[Diagnostic] = []
+        self.refused: set[NodePath] = set()
         self._doc, self._definitions = doc, definitions
 
     def walk(self, value: Any, schema: Schema, path: NodePath) -> None:
@@ -97,8 +108,9 @@ class _Walker:
         branches = [self._resolve(b) for b in schema.get("oneOf", ())]
         return branches if branches and all(_types(b) for b in branches) else []
 
-    def _say(self, code: str, message: str, span: Span, **more: Any) -> None:
+    def _say(self, code: str, message: str, path: NodePath, span: Span, **more: Any) -> None:
         self.found.append(Diagnostic(code, message, span, **more))
+        self.refused.add(path[:2])
 
     # Scalars
 
@@ -107,7 +119,7 @@ class _Walker:
             minimum = schema.get("minItems", schema.get("minProperties", 0)) or schema.get("required")
             empty = "{}" if "object" in types else "[]"
             note = None if minimum else f"leave the key out, or write {empty}"
-            self._say("VT107", f"{_name(path)} is empty", self._doc.key(*path), note=note)
+            self._say("VT107", f"{_name(path)} is empty", path, self._doc.key(*path), note=note)
             return
         note = type_note(value, types, self._written(path))
         if note is None and types == ("object",) and json_type(value) not in ("array", "null"):
@@ -115,14 +127,14 @@ class _Walker:
             if len(required) == 1:
                 note = f"write {{{required[0]}: {self._written(path) or shown(value)}}}"
         message = f"{_name(path)}: expected {expected(types)}, found {found(value)}"
-        self._say("VT103", message, self._doc.at(*path), note=note)
+        self._say("VT103", message, path, self._doc.at(*path), note=note)
 
     def _not_allowed(self, value: Any, allowed: list[Any], path: NodePath) -> None:
         valid = tuple(a if isinstance(a, str) else shown(a) for a in allowed)
         near = close(value, valid) if isinstance(value, str) else None
         written = f"`{short(value)}`" if isinstance(value, str) else shown(value)
         message = f"{_name(path)}: {written} is not allowed here"
-        self._say("VT104", message, self._doc.at(*path), valid=valid, nearest=near)
+        self._say("VT104", message, path, self._doc.at(*path), valid=valid, nearest=near)
 
     def _number(self, value: float, schema: Schema, path: NodePath) -> None:
         fault = None
@@ -137,35 +149,35 @@ class _Walker:
         elif "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
             fault = f"is not more than {schema['exclusiveMinimum']}"
         if fault:
-            text = "pattern" in schema and re.search(schema["pattern"], str(value))
+            text = "pattern" in schema and matches(schema["pattern"], str(value))
             note = f"write `{value}`" if text else None
-            self._say("VT104", f"{_name(path)}: {short(str(value))} {fault}", self._doc.at(*path), note=note)
+            self._say("VT104", f"{_name(path)}: {short(str(value))} {fault}", path, self._doc.at(*path), note=note)
 
     def _string(self, value: str, schema: Schema, path: NodePath) -> None:
         if len(value) < schema.get("minLength", 0):
-            self._say("VT107", f"{_name(path)} is an empty text", self._doc.at(*path))
-        elif "pattern" in schema and not re.search(schema["pattern"], value):
+            self._say("VT107", f"{_name(path)} is an empty text", path, self._doc.at(*path))
+        elif "pattern" in schema and not matches(schema["pattern"], value):
             message = f"{_name(path)}: {shown(value)} is not of the form asked for"
-            self._say("VT104", message, self._doc.at(*path), note=_like(schema))
+            self._say("VT104", message, path, self._doc.at(*path), note=_like(schema))
 
     # Lists and mappings
 
     def _array(self, value: list[Any], schema: Schema, path: NodePath) -> None:
         size, least, most = len(value), schema.get("minItems", 0), schema.get("maxItems")
         if size == 0 and least:
-            self._say("VT107", f"{_name(path)} is an empty list", self._doc.at(*path))
+            self._say("VT107", f"{_name(path)} is an empty list", path, self._doc.at(*path))
         elif size < least or (most is not None and size > most):
             wanted = str(least) if least == most else f"at least {least}" if size < least else f"at most {most}"
-            self._say("VT104", f"{_name(path)}: expected {wanted} items, found {size}", self._doc.at(*path))
+            self._say("VT104", f"{_name(path)}: expected {wanted} items, found {size}", path, self._doc.at(*path))
         for i, item in enumerate(value):
             if "items" in schema:
                 self.walk(item, schema["items"], (*path, i))
             if schema.get("uniqueItems") and isinstance(item, str) and item in value[:i]:
-                self._say("VT104", f"{_name(path)}: `{short(item)}` stands here twice", self._doc.at(*path, i))
+                self._say("VT104", f"{_name(path)}: `{short(item)}` stands here twice", path, self._doc.at(*path, i))
 
     def _object(self, value: dict[str, Any], schema: Schema, path: NodePath) -> None:
         if len(value) < schema.get("minProperties", 0):
-            self._say("VT107", f"{_name(path)} is an empty mapping", self._doc.key(*path))
+            self._say("VT107", f"{_name(path)} is an empty mapping", path, self._doc.key(*path))
         choices, optional = _choices(schema)
         chosen = [k for k in value if k in choices]
         skip = set(chosen) if len(chosen) > 1 else set()
@@ -175,7 +187,7 @@ class _Walker:
             for other in needed if key in value else ():
                 if other not in value and other not in typos:
                     message = f"{_name(path)}: `{key}` needs `{other}` beside it"
-                    self._say("VT102", message, self._doc.key(*path, key), note=_about(schema, other))
+                    self._say("VT102", message, path, self._doc.key(*path, key), note=_about(schema, other))
         if choices and (skip or not (chosen or optional or typos & set(choices))):
             self._exactly_one(value, schema, choices, chosen, path)
         if "if" in schema and self._holds(value, schema["if"], path):
@@ -183,7 +195,7 @@ class _Walker:
             for key, rule in then["properties"].items():
                 if rule is False and key in value:
                     message = f"`{key}` is not used in {_name(path)}"
-                    self._say("VT101", message, self._doc.key(*path, key), note=then.get("description"))
+                    self._say("VT101", message, path, self._doc.key(*path, key), note=then.get("description"))
 
     def _keys(self, value: dict[str, Any], schema: Schema, path: NodePath, skip: set[str]) -> set[str]:
         """Walk the entries; return the keys that unknown ones seem to have meant."""
@@ -205,9 +217,9 @@ class _Walker:
                     self._unknown(key, item, tuple(known), near, path)
             else:
                 names = schema.get("propertyNames", {}).get("pattern")
-                if names and not re.search(names, key) and not silent:
-                    note = "names are letters, digits, `_` and `-`, and do not start with a digit"
-                    self._say("VT104", f"`{short(key)}` cannot be a name", self._doc.key(*here), note=note)
+                if names and not matches(names, key) and not silent:
+                    note = "names are up to 100 letters, digits, `_` and `-`, and do not start with a digit"
+                    self._say("VT104", f"`{short(key)}` cannot be a name", here, self._doc.key(*here), note=note)
                 if isinstance(other, dict):
                     self.walk(item, other, here)
         return typos
@@ -219,13 +231,13 @@ class _Walker:
         elif item is None and ":" in key:
             note = "a space must follow the colon"
         message = f"unknown key `{short(key)}` {_inside(path)}"
-        self._say("VT101", message, self._doc.key(*path, key), valid=valid, nearest=near, note=note)
+        self._say("VT101", message, (*path, key), self._doc.key(*path, key), valid=valid, nearest=near, note=note)
 
     def _required(self, value: Any, required: Any, schema: Schema, path: NodePath, typos: set[str]) -> None:
         for key in required:
             if key not in value and key not in typos:
                 message = f"`{key}` is missing {_inside(path)}"
-                self._say("VT102", message, self._start(path), note=_about(schema, key))
+                self._say("VT102", message, path, self._start(path), note=_about(schema, key))
 
     def _exactly_one(
         self, value: dict[str, Any], schema: Schema, choices: list[str], chosen: list[str], path: NodePath
@@ -236,7 +248,7 @@ class _Walker:
         strange = [n for k in value if k not in schema["properties"] and (n := close(k, choices))]
         near = strange[0] if strange and not chosen else None
         message = f"{_name(path)} takes {number} of {any_of([f'`{c}`' for c in choices], 'and')}, and has {has}"
-        self._say("VT105", message, span, valid=tuple(choices), nearest=near)
+        self._say("VT105", message, path, span, valid=tuple(choices), nearest=near)
 
     def _union(self, value: Any, branches: list[Schema], path: NodePath) -> None:
         fitting = [b for b in branches if fits(value, _types(b))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,6 +63,11 @@ def shown(value: Any) -> str:
 
 def short(key: str) -> str:
     return key if len(key) <= 60 else f"{key[:58]} …"
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether ``text`` has what the schema's ``pattern`` asks for; its ``$`` is the very end, as in ECMA 262."""
+    return re.search(re.sub(r"\$\Z", r"\\Z", pattern), text) is not None
 
 
 def close(key: str, names: Iterable[str]) -> str | None:

@@ -12,6 +12,7 @@ from vtaps.spec.budget import enough, without_ids
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document
 from vtaps.spec.expand import written
+from vtaps.spec.files import path_in
 from vtaps.spec.plan import ArmPlan, EditPlan, PromptKey, ReadPlan, RowsSource
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Rows, compile_rows, to_ranges
@@ -69,7 +70,7 @@ def plan_sources(
             if rows.run is None:
                 kept = _own(arms[rows.arm], reads[rows.read], prompts)
             else:
-                kept = runs(doc.folder / Path(rows.run).expanduser(), rows.arm, rows.read)
+                kept = runs(_run(doc, rows.run), rows.arm, rows.read)
                 outside[outside_name(rows)] = str(kept.digest)
             if kept.dtype not in (None, dtype):
                 text = f"{rows.read!r} of {rows.run} is in {kept.dtype}, and this model in {dtype}"
@@ -80,6 +81,13 @@ def plan_sources(
             where = doc.at(*plan.edit.where, plan.edit.verb, "rows")
             found.append(Diagnostic(code, f"edit {name!r}: {message}", where, note=note))
     return out
+
+
+def _run(doc: Document, name: str) -> Path:
+    try:
+        return path_in(doc.folder, name)
+    except OSError as error:
+        raise SourceFault("VT327", f"{name!r}: {error.strerror}", None) from None
 
 
 def outside_name(rows: RowsOf) -> str:

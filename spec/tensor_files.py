@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from vtaps.spec import digests
+from vtaps.spec.gguf_files import GgufFileError, GgufTensor, read_gguf
 from vtaps.spec.torch_files import TorchFileError, TorchTensor, read_torch
 
 Kind = Literal[
@@ -54,9 +56,9 @@ def tensors_in(path: Path) -> dict[str, TensorInfo]:
         array = _open_npy(path)
         return {"": TensorInfo(str(array.dtype), array.shape)}
     if path.suffix in TORCH:
-        return _infos_of_torch(_torch(path))
+        return _infos_of(_torch(path))
     if path.suffix == ".gguf":
-        return _infos_of_gguf(_gguf(path))
+        return _infos_of(_gguf(path))
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -65,14 +67,8 @@ def tensors_in(path: Path) -> dict[str, TensorInfo]:
         raise VectorError("unreadable", f"{path.name} is not a safetensors file: {error}") from error
 
 
-def _infos_of_torch(tensors: Mapping[str, TorchTensor]) -> dict[str, TensorInfo]:
+def _infos_of(tensors: Mapping[str, TorchTensor | GgufTensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(t.dtype, t.shape) for name, t in tensors.items()}
-
-
-def _infos_of_gguf(tensors: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Their axes stand the other way round there."""
-    shapes = {name: tuple(reversed([int(n) for n in t.shape])) for name, t in tensors.items()}
-    return {name: TensorInfo(t.tensor_type.name, shapes[name]) for name, t in tensors.items()}
 
 
 def _torch(path: Path) -> dict[str, TorchTensor]:
@@ -82,17 +78,11 @@ def _torch(path: Path) -> dict[str, TorchTensor]:
         raise VectorError("unreadable", f"{path.name}: {error}") from error
 
 
-def _gguf(path: Path) -> dict[str, Any]:
-    """The tensors of a GGUF file by name, as the reader of the ``gguf`` package shows them."""
+def _gguf(path: Path) -> dict[str, GgufTensor]:
     try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        message = f"{path.name}: reading GGUF needs the package gguf (pip install gguf)"
-        raise VectorError("unreadable", message) from error
-    try:
-        return {t.name: t for t in GGUFReader(path).tensors}
-    except Exception as error:  # it raises what it likes at a damaged file
-        raise VectorError("unreadable", f"{path.name} is not a GGUF file: {type(error).__name__}: {error}") from error
+        return read_gguf(path)
+    except GgufFileError as error:
+        raise VectorError("unreadable", f"{path.name} is not a GGUF file: {error}") from error
 
 
 def file_digest(path: Path) -> str:
@@ -105,24 +95,25 @@ def file_digest(path: Path) -> str:
 
 
 def must_be_file(path: Path) -> None:
-    if path.is_dir():
-        raise VectorError("unreadable", f"{path.name} is a directory")
-    if path.exists() and not path.is_file():
-        raise VectorError("unreadable", f"{path.name} is not a regular file")
-    if not path.exists():
-        raise VectorError("missing", f"there is no file {path.name}")
     try:
-        size = path.stat().st_size
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:  # a NUL, a lone surrogate
+        raise VectorError("missing", f"there is no file {path.name}") from error
     except OSError as error:
         raise VectorError("unreadable", f"{path.name}: {error.strerror or error}") from error
-    if size == 0:
+    if stat.S_ISDIR(found.st_mode):
+        raise VectorError("unreadable", f"{path.name} is a directory")
+    if not stat.S_ISREG(found.st_mode):
+        raise VectorError("unreadable", f"{path.name} is not a regular file")
+    if found.st_size == 0:
         raise VectorError("unreadable", f"{path.name} is empty (zero bytes)")
 
 
 def _open_npy(path: Path) -> npt.NDArray[Any]:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except (OSError, ValueError, EOFError) as error:
+        # np.load would open an archive, or a pickle, by this name too.
+        return np.lib.format.open_memmap(path, mode="r")  # type: ignore[no-untyped-call, no-any-return]
+    except Exception as error:  # it raises what it likes at a damaged header
         raise VectorError("unreadable", f"{path.name} is not a .npy file: {error}") from error
 
 
@@ -137,15 +128,12 @@ def array_in(path: Path, name: str | None) -> npt.NDArray[Any]:
             raise VectorError("tensor", f"{path.name} holds {array.dtype}; a vector is floating point")
         return array
     # What such a file holds is found by reading all of its header: once.
-    tensors: Mapping[str, Any] = {}
+    tensors: Mapping[str, TorchTensor | GgufTensor] | None = None
     if path.suffix in TORCH:
         tensors = _torch(path)
-        found = _infos_of_torch(tensors)
     elif path.suffix == ".gguf":
         tensors = _gguf(path)
-        found = _infos_of_gguf(tensors)
-    else:
-        found = tensors_in(path)
+    found = tensors_in(path) if tensors is None else _infos_of(tensors)
     if name is None:
         if len(found) != 1:
             raise VectorError(
@@ -157,15 +145,12 @@ def array_in(path: Path, name: str | None) -> npt.NDArray[Any]:
     info = found[name]
     if info.dtype not in FLOATING:
         raise VectorError("tensor", f"{spelled(path, name)} is {info.dtype}; a vector is floating point")
-    if path.suffix in TORCH:
+    if tensors is not None:
         try:
             array = tensors[name].read(path)
-        except TorchFileError as error:
+        except (TorchFileError, GgufFileError) as error:
             raise VectorError("unreadable", f"{path.name}: {error}") from error
         return _widened(array) if info.dtype == "BF16" else array
-    if path.suffix == ".gguf":
-        raw = np.ascontiguousarray(tensors[name].data).view(FLOATING[info.dtype]).reshape(info.shape)
-        return _widened(raw) if info.dtype == "BF16" else raw.copy()
     if info.dtype == "BF16":
         return _widened(_raw(path, name).reshape(info.shape))
     with safe_open(path, framework="np") as file:

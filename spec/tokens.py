@@ -48,6 +48,11 @@ class Encoded:
         return covering, [self.offsets[i][0] for i in covering], [self.offsets[i][1] for i in covering]
 
 
+def _vocabulary(name: str) -> bool:
+    """Whether a file of this name holds a vocabulary, as one of transformers' tokenizers writes it."""
+    return name.startswith("vocab") or name.endswith((".model", ".tiktoken", "tekken.json", "merges.txt"))
+
+
 class Tokens:
     """A tokenizer and its chat template."""
 
@@ -64,9 +69,13 @@ class Tokens:
         try:
             if file.is_file():
                 return Tokens(FastTokenizer.from_file(str(file)), folder)
+            if not any(_vocabulary(p.name) for p in folder.iterdir()):
+                # transformers makes an empty one of some models' name alone.
+                raise TokenizerError("it has no vocabulary")
             from transformers import AutoTokenizer
 
-            return Tokens(AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer, folder)
+            made = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            return Tokens(made.backend_tokenizer, folder)
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"no tokenizer can be read in {folder}: {str(error).splitlines()[0]}") from None
 

@@ -7,19 +7,25 @@ and refuses every other name, as ``torch.load(weights_only=True)`` does.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-LARGEST_PICKLE = 64 << 20
+LARGEST_PICKLE = 4 << 20
+LARGEST_TENSOR = 1 << 30
+"""Bytes of one tensor: an expanded one is larger than what is stored of it."""
 DEEPEST = 8
+LONGEST_NAME = 1000
+MOST = 100_000
+"""Things in the lists and dictionaries of a file, each counted as often as it is reached."""
 
 STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -54,13 +60,17 @@ class TorchTensor:
             with zipfile.ZipFile(path) as file:
                 _stored(file, self.member)
                 raw = np.frombuffer(file.read(self.member), kind)
-        except (zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
+        except TorchFileError:
+            raise
+        except Exception as error:  # a zip file of nonsense, or an encrypted one
             raise TorchFileError(f"{self.member} cannot be read: {error}") from error
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         if 0 in self.shape:
             return np.empty(self.shape, kind)
         if self.offset < 0 or min(self.strides, default=0) < 0 or last >= len(raw):
             raise TorchFileError(f"a tensor reaches past the end of {self.member}")
+        if math.prod(self.shape) * kind.itemsize > LARGEST_TENSOR:
+            raise TorchFileError(f"a tensor of the shape {list(self.shape)} is larger than {LARGEST_TENSOR >> 30} GiB")
         strides = tuple(s * kind.itemsize for s in self.strides)
         return np.lib.stride_tricks.as_strided(raw[self.offset :], self.shape, strides, writeable=False).copy()
 
@@ -86,8 +96,10 @@ def read_torch(path: Path) -> dict[str, TorchTensor]:
             if file.getinfo(members[0]).file_size > LARGEST_PICKLE:
                 raise TorchFileError(f"its pickle is larger than {LARGEST_PICKLE >> 20} MiB")
             root = members[0].removesuffix("data.pkl")
-            if f"{root}byteorder" in file.namelist() and file.read(f"{root}byteorder") != b"little":
-                raise TorchFileError("its numbers are big-endian")
+            if f"{root}byteorder" in file.namelist():
+                _stored(file, f"{root}byteorder")
+                if file.read(f"{root}byteorder") != b"little":
+                    raise TorchFileError("its numbers are big-endian")
             loaded = _Unpickler(io.BytesIO(file.read(members[0])), root).load()
     except zipfile.BadZipFile as error:
         raise TorchFileError("it is no zip file: torch.save of 1.6 and later writes one; save it again") from error
@@ -96,7 +108,11 @@ def read_torch(path: Path) -> dict[str, TorchTensor]:
     except Exception as error:  # a pickle of nonsense can raise anything
         raise TorchFileError(f"its pickle does not load: {type(error).__name__}: {error}") from error
     found: dict[str, TorchTensor] = {}
-    _collect(loaded, "", found, 0)
+    for number, (name, tensor) in enumerate(_walk(loaded, "", 0)):
+        if number >= MOST:
+            raise TorchFileError(f"it holds more than {MOST:,} things")
+        if tensor is not None:
+            found[name] = tensor
     return found
 
 
@@ -106,16 +122,28 @@ def _stored(file: zipfile.ZipFile, member: str) -> None:
         raise TorchFileError(f"{member} is compressed, which torch.save does not do")
 
 
-def _collect(value: Any, name: str, found: dict[str, TorchTensor], depth: int) -> None:
-    if isinstance(value, TorchTensor):
-        found[name] = value
-    elif isinstance(value, (Mapping, list, tuple)) and depth < DEEPEST:
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            _collect(item, f"{name}.{key}" if name else str(key), found, depth + 1)
+def _walk(value: Any, name: str, depth: int) -> Iterator[tuple[str, TorchTensor | None]]:
+    """Everything there is, with its name, and the tensor that it is."""
+    yield name, value if isinstance(value, TorchTensor) else None
+    if isinstance(value, (Mapping, list, tuple)) and depth < DEEPEST:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            below = str(key)[:LONGEST_NAME]
+            yield from _walk(item, f"{name}.{below}" if name else below, depth + 1)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: that in C makes room for as many things as a file says that there are, and lets it set the
+    attributes of what it has found."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = pickle._Unpickler.dispatch.copy()
+
+    def load_build(self) -> None:
+        """What torch says of an OrderedDict beside its items."""
+        self.stack.pop()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def __init__(self, data: io.BytesIO, root: str) -> None:
         super().__init__(data, encoding="utf-8")
         self._root = root
@@ -146,6 +174,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tor
     sizes, steps = tuple(int(n) for n in shape), tuple(int(n) for n in strides)
     if len(sizes) != len(steps) or min(sizes, default=0) < 0:
         raise TorchFileError("a tensor's shape and strides do not fit")
+    if math.prod(sizes) > 2**62 or max((*map(abs, steps), abs(int(offset))), default=0) > 2**62:
+        raise TorchFileError(f"no tensor has the shape {list(sizes)}"[:200])
     return TorchTensor(storage.member, storage.dtype, sizes, steps, int(offset))
 
 

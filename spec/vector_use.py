@@ -7,6 +7,7 @@ from typing import Any
 
 from vtaps.spec.diagnostics import Diagnostic, nearest
 from vtaps.spec.document import Document, NodePath
+from vtaps.spec.files import nearest_file
 from vtaps.spec.plan import EditPlan, GatePlan, ReadPlan
 from vtaps.spec.spec import MATRICES, PROBE, Edit, Gate, Read, Sae, Spec, Vector
 from vtaps.spec.tree import Site
@@ -98,10 +99,7 @@ def check_vectors(
         span = doc.at(*where) if at_use else doc.at(*vector.where, "tensor" if kind == "tensor" else "file")
         valid, close = _there(vector, doc) if kind in ("tensor", "ambiguous") else ((), None)
         if kind == "missing" and vector.file is not None:
-            folder = (doc.folder / vector.file).parent
-            close = nearest(
-                (doc.folder / vector.file).name, [p.name for p in folder.iterdir()] if folder.is_dir() else []
-            )
+            close = nearest_file(doc.folder / vector.file)
         found.append(Diagnostic(CODES[kind], f"vector {vector.name!r}: {message}", span, valid, close))
 
     for vector in spec.vectors.values():

@@ -75,9 +75,10 @@ def load(path: str | Path) -> tuple[Document | None, list[Diagnostic]]:
 
     Never raises for what a file can hold: a file that cannot be read is VT007, one over ``MAX_BYTES`` VT006.
     """
-    file, place = str(path), Path(path).expanduser()
+    file, place = str(path), Path(path)
     unread = "cannot read the spec"
     try:
+        place = place.expanduser()
         if place.is_dir():
             return None, [Diagnostic("VT007", f"{unread}: it is a directory", Span(file))]
         if place.exists() and not place.is_file():
@@ -90,7 +91,7 @@ def load(path: str | Path) -> tuple[Document | None, list[Diagnostic]]:
         where = _Places(file, before).span(len(before), len(before) + 1)
         message = f"{unread}: not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {error.start})"
         return None, [Diagnostic("VT007", message, where, note="save the file as UTF-8")]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return None, [Diagnostic("VT007", f"{unread}: {reason}", Span(file))]
     if len(raw) > MAX_BYTES:

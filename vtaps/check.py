@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from vtaps.runtime.trees import tree_for
-from vtaps.spec import engine_args
+from vtaps.spec import engine_args, quantised
 from vtaps.spec.diagnostics import Diagnostic, has_errors, in_order
 from vtaps.spec.document import Document
+from vtaps.spec.files import path_in
 from vtaps.spec.models import find_config
 from vtaps.spec.parse import parse
 from vtaps.spec.plan import Plan
 from vtaps.spec.resolve import Context, resolve
-from vtaps.spec.schema import validate
+from vtaps.spec.schema import held
 from vtaps.spec.sources import KeptRows
 from vtaps.spec.spec import Spec
 from vtaps.spec.tokens import TokenizerError, Tokens
@@ -49,13 +51,14 @@ def check_file(path: str | Path) -> CheckResult:
     if doc is None:
         return CheckResult(in_order(found), _texts(None, found))
     tagged = {(d.span.line, d.span.column) for d in found if d.code == "VT008"}
-    broken = [*found, *(d for d in validate(doc) if (d.span.line, d.span.column) not in tagged)]
-    found = list(broken)
+    loaded = list(found)
+    of_schema, refused = held(doc)
+    found += [d for d in of_schema if (d.span.line, d.span.column) not in tagged]
     if isinstance(doc.data, dict) and isinstance(doc.data.get("engine"), dict):
         vllm = doc.data["engine"].get("vllm")
         if isinstance(vllm, dict):
             found += engine_args.check(doc, ("engine", "vllm"), vllm)
-    spec = parse(doc, broken)
+    spec = None if refused is None else parse(doc, loaded, refused)
     if spec is None:
         return CheckResult(in_order(found), _texts(doc, found), doc)
     where = doc.at("model", "path")
@@ -66,6 +69,7 @@ def check_file(path: str | Path) -> CheckResult:
     if folder is not None:
         tree, problems = tree_for(folder, spec.model.dtype, where)
         found += problems
+        found += quantised.check(spec, doc, folder)
         if spec.model.tokenizer is not None:
             tokenizer_folder, problems = _tokenizer_folder(spec.model.tokenizer, doc)
             found += problems
@@ -90,9 +94,10 @@ def _runs(path: Path, arm: str, read: str) -> KeptRows:
 
 
 def _tokenizer_folder(name: str, doc: Document) -> tuple[Path | None, list[Diagnostic]]:
-    path = doc.folder / Path(name).expanduser()
-    if path.is_dir():
-        return path, []
+    with suppress(OSError):  # find_config says what is wrong with it
+        path = path_in(doc.folder, name)
+        if path.is_dir():
+            return path, []
     return find_config(name, doc.folder, doc.at("model", "tokenizer"))
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtaps.runtime.compat.prefix_cache import cache_salt
+from vtaps.spec.parts import ranks
+from vtaps.spec.pipeline import stages
 
 CPU_KV_CACHE = 512 << 20
 """Bytes of KV cache on a CPU where nothing says otherwise: vLLM's own default takes most of the memory."""
@@ -84,6 +86,14 @@ def quiet() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 
 
+def cores_of(count: int) -> str:
+    """This process's cores, shared out among ``count`` ranks as vLLM writes it; by itself vLLM wants a memory node for
+    each."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // count)
+    return "|".join(",".join(str(cores[(i * each + k) % len(cores)]) for k in range(each)) for i in range(count))
+
+
 class Frontend:
     """A vLLM engine of this process (``in_process``) or of a child, stepped by hand.
 
@@ -99,6 +109,9 @@ class Frontend:
         if not in_process and not is_cpu() and "VLLM_WORKER_MULTIPROCESSING_METHOD" not in os.environ:
             # A forked process cannot use a GPU that this one has asked about, which vLLM does not always see.
             wanted["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+        workers = ranks(args) * stages(args)
+        if is_cpu() and workers > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(workers)
         with environment(**wanted):
             from vllm import LLM
 

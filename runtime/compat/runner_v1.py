@@ -27,6 +27,7 @@ class RunnerV1:
         runner.execute_model = self._wrap_execute_model(runner.execute_model)
         runner._dummy_run = self._wrap_dummy_run(runner._dummy_run)
         runner.sampler.sample = wrap_sample(session, runner.sampler.sample)
+        _receives(runner)
 
     def _wrap_prepare_inputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session, runner = self.session, self.runner
@@ -135,6 +136,17 @@ class RunnerV1:
         for size in beyond(runner.compilation_config, captured, most):
             run = functools.partial(self._dummy_run, size, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
             yield Pass("NONE", size, run)
+
+
+def _receives(runner: Any) -> None:
+    """Give a later stage of a pipeline its buffers: vLLM makes them in a dummy run, of which there is none on a CPU
+    without compilation."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def wrap_sample(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vtaps.runtime.compat import breaks, prefix_cache
+from vtaps.runtime.compat.parallel import ranks_of
 from vtaps.runtime.hooks import InstallError
 from vtaps.runtime.manifest import MANIFEST, Manifest
 from vtaps.runtime.memory import Limits
@@ -262,7 +263,7 @@ def attach(session: Session, runner: Any, manifest: Path) -> Any:
         step_rows=tokens,
     )
     inside = None if session.program.mode == "eager" else _recorded(session, model)
-    session.attach(model, model.compute_logits, limits, config.model_config.dtype, inside)
+    session.attach(model, model.compute_logits, limits, config.model_config.dtype, inside, ranks_of(model))
     if session.breaks:
         breaks.segment(runner)
     if hasattr(runner, "model_memory_usage"):

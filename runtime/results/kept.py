@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from vtaps.runtime.results.array import ReadArray
 from vtaps.runtime.results.load import RunError, RunResult, load
 from vtaps.spec.diagnostics import nearest
+from vtaps.spec.files import open_regular
 from vtaps.spec.plan import PromptKey
 from vtaps.spec.sources import KeptRows, SourceFault
 
@@ -21,6 +23,17 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 def kept_rows(path: Path, arm: str, read: str) -> KeptRows:
     """What the run in ``path`` keeps of a read in an arm.  Raises SourceFault."""
+    try:
+        return _kept(path, arm, read)
+    except _NOT_WHOLE as error:
+        told = f"{type(error).__name__}: {error}"
+        raise SourceFault("VT327", f"the run {path} is not what vtaps wrote: {told}", None) from error
+
+
+_NOT_WHOLE = (KeyError, TypeError, AttributeError, IndexError, ValueError, OSError, pa.ArrowException)
+
+
+def _kept(path: Path, arm: str, read: str) -> KeptRows:
     try:
         run = load(path)
         array = _of_arm(run, arm, read)
@@ -94,6 +107,6 @@ def _digest(run: RunResult, read: str) -> str:
     hashed = hashlib.sha256()
     names = ["requests.parquet", f"reads/{read}/rows.parquet", *run.info["reads"][read]["sites"].values()]
     for name in names:
-        with (run.path / name).open("rb") as file:
+        with open_regular(run.path / name) as file:
             hashed.update(hashlib.file_digest(file, "sha256").digest())
     return "sha256:" + hashed.hexdigest()

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from vtaps.runtime.results.array import ReadArray
 from vtaps.spec.diagnostics import nearest
+from vtaps.spec.files import read_bytes
 
 
 class RunError(Exception):
@@ -160,8 +161,8 @@ def _info(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as e:
+        value = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError) as e:
         raise RunError(f"{path} cannot be read: {e}") from e
     if not isinstance(value, dict):
         raise RunError(f"{path} does not hold a JSON object")

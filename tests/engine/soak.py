@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,15 +76,32 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def spec(folder: Path, mode: str, seed: int) -> Path:
+@dataclass(frozen=True)
+class Regime:
+    """The model, and what the scheduler is told.  ``pieces``: how many tokens of a prompt go into one step, in turn
+    for each batch; 0 for as many as fit.  ``checkpoint``: in place of the tiny one of ``family``."""
+
+    family: str = "llama"
+    checkpoint: Path | None = None
+    dtype: str = "float32"
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    pieces: tuple[int, ...] = (0, 1, 7, 64)
+
+    @property
+    def path(self) -> str:
+        return str(self.checkpoint or tiny(self.family))
+
+
+def spec(folder: Path, mode: str, seed: int, regime: Regime) -> Path:
     text = {
         "vtaps": 1,
-        "model": {"path": str(tiny("llama")), "dtype": "float32"},
+        "model": {"path": regime.path, "dtype": regime.dtype},
         "engine": {
             "mode": mode,
             "vllm": {
                 "max_model_len": LENGTH, "max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": BLOCK,
-                "enable_prefix_caching": True, "num_gpu_blocks_override": 18, **ON_GPU,
+                "enable_prefix_caching": True, "num_gpu_blocks_override": 18,
+                "kv_cache_memory_bytes": 64 << 20, **ON_GPU, **regime.vllm,
             },
         },
         "vectors": {name: {"random": {"seed": seed + i, "norm": 3}} for i, name in enumerate("xy")},
@@ -154,6 +172,10 @@ class Told:
     duplicated: int = 0
     misplaced: int = 0
     worst: float = 0.0
+    pieces: Counter[int] = field(default_factory=Counter)
+    """How many tokens of an unfinished prompt went into a step → how often."""
+    aborted: Counter[str] = field(default_factory=Counter)
+    """What a request that was given up was at: ``prompt`` or ``answer``."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -162,20 +184,36 @@ class Told:
 
 
 @contextmanager
-def preemptions(told: Told) -> Iterator[None]:
+def watched(told: Told) -> Iterator[None]:
+    """Count what the scheduler does: a soak that it made easy proves nothing."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    original = Scheduler._preempt_request
+    preempt, schedule, finish = Scheduler._preempt_request, Scheduler.schedule, Scheduler.finish_requests
 
-    def preempt(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def preempted(self: Any, *args: Any, **kwargs: Any) -> Any:
         told.preempted += 1
-        return original(self, *args, **kwargs)
+        return preempt(self, *args, **kwargs)
 
-    Scheduler._preempt_request = preempt
+    def scheduled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        for name, count in output.num_scheduled_tokens.items():
+            if self.requests[name].num_computed_tokens < self.requests[name].num_prompt_tokens:
+                told.pieces[count] += 1
+        return output
+
+    def finished(self: Any, names: Any, status: Any) -> Any:
+        for name in [names] if isinstance(names, str) else names or ():
+            if (request := self.requests.get(name)) is not None and not request.is_finished():
+                done = request.num_computed_tokens
+                at = "answer" if done >= request.num_prompt_tokens else "prompt" if done else "queue"
+                told.aborted[at] += 1
+        return finish(self, names, status)
+
+    Scheduler._preempt_request, Scheduler.schedule, Scheduler.finish_requests = preempted, scheduled, finished
     try:
         yield
     finally:
-        Scheduler._preempt_request = original
+        Scheduler._preempt_request, Scheduler.schedule, Scheduler.finish_requests = preempt, schedule, finish
 
 
 @dataclass(frozen=True)
@@ -187,33 +225,47 @@ class Numbers:
     holder: Holder
 
     @staticmethod
-    def of(folder: Path, mode: str, seed: int, model: HuggingFace | None) -> Numbers:
-        result = check_file(spec(folder, mode, seed))
+    def of(folder: Path, mode: str, seed: int, regime: Regime, model: HuggingFace | Path | None) -> Numbers:
+        """``model``: what the requests are held against, or the folder of it; None for the one that is served."""
+        result = check_file(spec(folder, mode, seed, regime))
         assert result.plan is not None, [f"{d.code} {d.message}" for d in result.diagnostics]
         compiled, _ = compile_plan(result.plan)
         assert compiled is not None and result.plan.mode == mode
         block = folder / f"numbers-{seed}.block.py"
         block.write_text(compiled.block.source)
         meant = Meant(compiled.lock, folder)
-        twin = model or HuggingFace(str(tiny("llama")), "LlamaForCausalLM", set(meant.placed()))
+        twin = model
+        if not isinstance(twin, HuggingFace):
+            twin = HuggingFace(str(twin or regime.path), meant.architecture, set(meant.placed()))
         return Numbers(compiled.lock, block, Holder(meant, twin))
 
 
-def soak(folder: Path, mode: str, requests: int, seed: int, tell: Callable[[str], None] = lambda _: None) -> Told:
-    numbers = Numbers.of(folder, mode, 1, None)
-    other = Numbers.of(folder, mode, 5, numbers.holder.model)
+def soak(
+    folder: Path,
+    mode: str,
+    requests: int,
+    seed: int,
+    tell: Callable[[str], None] = lambda _: None,
+    regime: Regime = Regime(),
+) -> Told:
+    numbers = Numbers.of(folder, mode, 1, regime, None)
+    other = Numbers.of(folder, mode, 5, regime, numbers.holder.model)
     arms = [(name, i) for name, arm in numbers.lock["arms"].items() for i in range(len(arm["points"]))]
     drawing, told, rng = Drawing(np.random.default_rng(seed), arms), Told(), np.random.default_rng(seed + 1)
     came: Counter[str] = Counter()
-    with Engine(numbers.lock, folder, numbers.block, folder / "manifest") as engine, preemptions(told):
+    pieces, most = cycle(regime.pieces), max(2, min(40, requests // 4))
+    with Engine(numbers.lock, folder, numbers.block, folder / "manifest") as engine, watched(told):
+        scheduler = engine._frontend.engine.engine_core.engine_core.scheduler
         while told.requests < requests:
             if rng.random() < 0.4:  # the live engine goes on with other vectors under the same names
                 numbers, other = other, numbers
                 engine.load(numbers.lock, folder, numbers.block)
                 told.loads += 1
-            wave = dict(_keyed(drawing) for _ in range(min(int(rng.integers(1, 40)), requests - told.requests)))
+            wave = dict(_keyed(drawing) for _ in range(min(int(rng.integers(1, most)), requests - told.requests)))
             told.requests += len(wave)
             while wave:
+                # vLLM asks for it in each step.
+                scheduler.scheduler_config.long_prefill_token_threshold = next(pieces)
                 # Some of the batch is given up under way; it is asked again under the same keys.
                 given_up = rng.random() < 0.4
                 enough = int(rng.integers(1, len(wave) + 1)) if given_up else 0
@@ -252,8 +304,10 @@ def _keyed(drawing: Drawing) -> tuple[str, tuple[Request, dict[str, Any]]]:
     return request.key, (request, sampling)
 
 
-def hold(finished: Finished, sampling: Mapping[str, Any], holder: Holder, told: Told) -> None:
-    """Every row, token and number of a request against the forward of it alone."""
+def hold(
+    finished: Finished, sampling: Mapping[str, Any], holder: Holder, told: Told, bound: float | None = None
+) -> None:
+    """Every row, token and number of a request against the forward of it alone, within ``bound`` of the largest."""
     request = finished.request
     where = f"{request.key} (arm {request.arm}, point {request.point}, {len(request.prompt_token_ids)} tokens)"
     if [c.index for c in finished.completions] != list(range(sampling["n"])):
@@ -267,7 +321,7 @@ def hold(finished: Finished, sampling: Mapping[str, Any], holder: Holder, told: 
     told.wrong += [
         f"{where}: {s.what} {s.name} was not compared: {s.reason}" for s in held.skipped if s.what != "tokens"
     ]
-    found = together(held.measured, bound_of("float32"))
+    found = together(held.measured, bound or bound_of("float32"))
     told.rows += sum(c.values for c in found)
     told.worst = max([told.worst, *(c.error for c in found if c.ok)])
     past = [f"{where}: {c.what} {c.name} {c.site}: {c.error:.1e}" for c in found if not c.ok]
@@ -293,6 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
     print(file=sys.stderr)
     summary = {"mode": options.mode, "seed": options.seed, **{k: v for k, v in vars(told).items() if k != "wrong"}}
+    summary["pieces"] = dict(sorted(told.pieces.items()))
     summary |= {"seconds": round(time.monotonic() - started), "ok": told.ok}
     print(json.dumps(summary, indent=1))
     for line in told.wrong[:20]:

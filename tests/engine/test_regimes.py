@@ -169,8 +169,17 @@ def test_in_a_process_of_its_own(mode: str, model: Path, tmp_path: Path, plugin:
         n2 = list(engine.run([request("n2", "look", [9, 8])], lambda _: {
             "temperature": 1.0, "seed": 5, "n": 2, "max_tokens": 4, "ignore_eos": True,
         }))  # fmt: skip
+        # A stop string is seen where text is put together, a process away here: the engine computes on till then.
+        ends = [request(f"s{i}", "forced", [9, 8, 7, 6 + i]) for i in range(4)]
+        stopped = list(engine.run(ends, lambda _: {
+            "temperature": 0, "max_tokens": 60, "ignore_eos": True, "stop": ["EF"],
+        }))  # fmt: skip
     hold_against_hugging_face(finished, hugging_face(model))
     assert [c.index for c in n2[0].completions] == [0, 1]
+    assert {f.completions[0].finish_reason for f in stopped} == {"stop"}
+    for f in stopped:
+        assert f.completions[0].token_ids[3:] == (40, 41), "E and F, and none behind them"
+    hold_against_hugging_face(by_key(stopped), hugging_face(model))
 
 
 @pytest.mark.parametrize(("in_process", "mode"), [(True, "eager"), (True, "taps"), (False, "taps")])

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engine.soak import ARMS, soak  # noqa: E402
+from tests.engine.soak import ARMS, soak
 
 pytestmark = pytest.mark.engine
 

@@ -22,7 +22,7 @@ from vtaps.spec.yaml import load
 
 CASES = Path(__file__).parent / "diagnostics"
 NAMES = sorted(p.parent.name for p in CASES.glob("*/spec.yaml"))
-WITHOUT_MODEL = re.compile("VT([01]..|50[123])-")
+WITHOUT_MODEL = re.compile("VT([01]..|50[1236])-")
 
 
 def before_the_model(file: str) -> tuple[list[Diagnostic], dict[str, str]]:

@@ -92,8 +92,10 @@ def test_a_row_without_all_of_its_keys_has_no_pattern() -> None:
 
 
 def test_what_a_layer_does_that_is_not_known_is_refused() -> None:
-    facts = {"heads": 4, "kv_heads": 2, "head_size": 8, "scale": 0.3, "softcap": 0.0, "window": 0}
-    assert attended(PATTERNS, [{"attention": {"attn": facts}}]) == {"attn": PLAIN}
+    # A rank has half of the heads.
+    facts = {"heads": 2, "kv_heads": 1, "head_size": 8, "scale": 0.3, "softcap": 0.0, "window": 0}
+    widths = {"rot_q[1]": 32, "rot_k[1]": 16}
+    assert attended(PATTERNS, widths, [{"attention": {"attn": facts}}]) == {"attn": PLAIN}
     with pytest.raises(EngineError, match=r"reads\.p: pattern\[1\] is not known: its attention has sinks") as refused:
-        attended(PATTERNS, [{"attention": {"attn": {"refused": "its attention has sinks"}}}])
+        attended(PATTERNS, widths, [{"attention": {"attn": {"refused": "its attention has sinks"}}}])
     assert refused.value.code == "VT346"

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from vtaps.schemas import ENGINE_ARGS, load
-from vtaps.spec.engine_args import OWNED, REFUSED, check
+from vtaps.spec.engine_args import OWNED, REFUSED, check, refusal
+from vtaps.spec.engine_options import KINDS, SERVED, VALUES
+from vtaps.spec.explain import page
 from vtaps.spec.yaml import loads
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,11 @@ def findings(text: str) -> list[Any]:
         "gpu_memory_utilization: 1",
         "gpu_memory_utilization: 0.5",
         "load_format: dummy",
-        "hf_overrides: {num_hidden_layers: 2}",
+        "hf_overrides: {}",
+        "offload_backend: auto",
+        "cpu_offload_gb: 0",
+        "structured_outputs_config: {}",
+        "scheduling_policy: priority",
         "cudagraph_capture_sizes: [1, 2]",
         "tensor_parallel_size: 1",
         "enable_prefix_caching: false",
@@ -63,12 +69,22 @@ def test_accepted(text: str) -> None:
         ("kv_cache_dtype: fp16", "VT502", "none of vLLM's choices"),
         ("max_lora_rank: 7", "VT502", "none of vLLM's choices"),
         ("speculative_config: {method: ngram}", "VT503", "not served"),
-        ("tensor_parallel_size: 2", "VT503", "not served"),
-        ("pipeline_parallel_size: 4", "VT503", "not served"),
         ("data_parallel_size: 0", "VT503", "not served"),
         ("enable_lora: true", "VT503", "not served"),
         ("async_scheduling: true", "VT503", "not served"),
         ("runner: pooling", "VT503", "not served"),
+        ("hf_overrides: {num_attention_heads: 2}", "VT503", "not served"),
+        ("model_impl: transformers", "VT503", "not served"),
+        ("logprobs_mode: raw_logits", "VT503", "not served"),
+        ("kv_offloading_size: 4", "VT503", "not served"),
+        ("watermark_config: {}", "VT503", "not served"),
+        ("cpu_offload_gb: 4", "VT506", "not proved"),
+        ("enable_expert_parallel: true", "VT506", "not proved"),
+        ("enable_sleep_mode: true", "VT506", "not proved"),
+        ("distributed_executor_backend: ray", "VT506", "not proved"),
+        ("structured_outputs_config: {backend: guidance}", "VT506", "not proved"),
+        ("use_replayssm: true", "VT506", "not proved"),
+        ("mamba_cache_mode: align", "VT506", "not proved"),
     ],
 )
 def test_refused(text: str, code: str, words: str) -> None:
@@ -97,6 +113,33 @@ def test_every_rule_is_about_an_argument_that_vllm_has() -> None:
     for name, (refused, _) in REFUSED.items():
         default = known[name].get("default")
         assert default is None or not refused(default), name
+
+
+def test_every_argument_is_served_owned_or_refused_off_its_default() -> None:
+    """A list of what is right: an argument that a later vLLM adds is refused until somebody puts it there."""
+    known = load(ENGINE_ARGS)["properties"]
+    assert SERVED | set(VALUES) <= set(known)
+    assert not SERVED & (set(VALUES) | set(OWNED) | set(REFUSED))
+    assert sum(map(len, KINDS.values())) == len(SERVED)
+    other = {"boolean": [True, False], "integer": [7], "number": [7.5], "string": ["other"], "array": [["other"]],
+             "object": [{"other": 1}]}  # fmt: skip
+    for name, rule in known.items():
+        if name in SERVED or name in OWNED:
+            continue
+        values = [v for v in rule.get("enum") or [v for t in rule["type"] for v in other.get(t, [])] if v is not None]
+        off = [v for v in values if v != rule.get("default") and v not in VALUES.get(name, ())]
+        # What is false or empty turns off what has no default.
+        off = [v for v in off if v or "default" in rule]
+        refused = [refusal(name, v) for v in off if not (name in REFUSED and not REFUSED[name][0](v))]
+        assert refused and None not in refused, name
+
+
+def test_the_page_lists_what_is_served() -> None:
+    text = page("VT506")
+    for what, names in KINDS.items():
+        assert f"| {what} | {', '.join(f'`{n}`' for n in names)} |" in text
+    for name, values in VALUES.items():
+        assert f"`{name}` ({', '.join(map(str, values))})" in text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
