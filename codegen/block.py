@@ -143,7 +143,19 @@ def _title(site: str, taken: set[str]) -> str:
     return title
 
 
-EDIT_CALLS = ("add", "scale", "zero", "set_", "put", "project_out", "clamp", "affine", "feature", "python")
+EDIT_CALLS = (
+    "add",
+    "scale",
+    "zero",
+    "set_",
+    "put",
+    "project_out",
+    "clamp",
+    "affine",
+    "feature",
+    "reconstruct",
+    "python",
+)
 SECTIONS = {**dict.fromkeys(EDIT_CALLS, "edits"), "gate": "gates"}
 
 

@@ -14,6 +14,7 @@ from vtaps.spec.behind import SAMPLES
 from vtaps.spec.expand import digest, expand
 from vtaps.spec.plan import ArmPlan, EditPlan, GatePlan, LocationPlan, MetricPlan, Plan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
+from vtaps.spec.saes import key_of
 from vtaps.spec.source import op_text
 from vtaps.spec.sources import outside_name
 from vtaps.spec.spec import BAN, FeatureUse, Spec
@@ -106,7 +107,7 @@ def build(plan: Plan, block: Block) -> dict[str, Any]:
                 "vectors": list(p.read.vectors),
                 "top": p.read.top,
                 "ids": None if p.ids is None else list(p.ids),
-                **({} if p.read.sae is None else {"sae": spec.saes[p.read.sae].dir}),
+                **({} if p.read.sae is None else {"sae": spec.saes[p.read.sae].path}),
                 **({"store": p.read.store.to_json()} if p.read.store is not None else {}),
                 **({"allow": list(p.read.allow)} if p.read.allow else {}),
                 **({"budget": p.read.budget} if p.read.budget is not None else {}),
@@ -193,8 +194,11 @@ def _python(named: tuple[str, str] | None, plan: Plan) -> dict[str, Any]:
 
 
 def _feature(use: FeatureUse | None, spec: Spec) -> dict[str, Any]:
-    """The folder of an edit's SAE and what is done to the feature, which each point names."""
-    return {} if use is None else {"sae": {"dir": spec.saes[use.sae].dir, "does": use.does}}
+    """The folder, or file, of an edit's SAE and what is done to the feature, which each point names."""
+    if use is None:
+        return {}
+    path = spec.saes[use.sae].path
+    return {"sae": {key_of(path): path, "does": use.does}}
 
 
 def _attention(plan: ReadPlan) -> dict[str, Any]:

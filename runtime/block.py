@@ -22,13 +22,15 @@ from typing import Literal
 from torch import Tensor
 
 __all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "feature", "features", "gate",
-           "keep", "lens", "mean", "norm", "probe", "project", "project_out", "put", "python", "python_read", "scale",
-           "set_", "zero"]  # fmt: skip
+           "keep", "lens", "mean", "norm", "probe", "project", "project_out", "put", "python", "python_read",
+           "reconstruct", "scale", "set_", "zero"]  # fmt: skip
 
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal["add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "python", "gate"]
+EditVerb = Literal[
+    "add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "reconstruct", "python", "gate"
+]
 ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
 
 
@@ -51,8 +53,8 @@ class Note:
 
     @property
     def python(self) -> bool:
-        """Whether a function of the user's does it."""
-        return "python" in (self.verb, self.kind)
+        """Whether Python does it: a function of the user's, or two products with an SAE."""
+        return "python" in (self.verb, self.kind) or self.verb == "reconstruct"
 
 
 class Tap:
@@ -188,9 +190,17 @@ def set_(
     t.notes.append(Note(name, verb="set", columns=columns, when=when))
 
 
-def put(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, columns: Columns | None = None) -> None:
+def put(
+    t: Tap,
+    name: str,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    *,
+    columns: Columns | None = None,
+    when: str | None = None,
+) -> None:
     """stream = the row of the edit's source at the same position."""
-    t.notes.append(Note(name, verb="put", columns=columns))
+    t.notes.append(Note(name, verb="put", columns=columns, when=when))
 
 
 def project_out(
@@ -239,9 +249,15 @@ def feature(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *
     t.notes.append(Note(name, verb="feature", when=when))
 
 
-def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None) -> None:
+def reconstruct(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, when: str | None = None) -> None:
+    """stream = a W_dec + b_dec, with a the activations that the SAE finds in it, that of the point's feature set ``to``
+    a value or moved ``by`` one: :class:`vtaps.runtime.sae.Autoencoder`."""
+    t.notes.append(Note(name, verb="reconstruct", when=when))
+
+
+def python(t: Tap, name: str, hidden: Tensor, residual: Tensor | None = None, *, when: str | None = None) -> None:
     """stream = what the edit's own function makes of it: :mod:`vtaps.runtime.functions`."""
-    t.notes.append(Note(name, verb="python"))
+    t.notes.append(Note(name, verb="python", when=when))
 
 
 def gate_key(name: str) -> str:

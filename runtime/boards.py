@@ -325,6 +325,11 @@ class Boards:
         for axis in self.axes:
             axis.clear()
 
+    def let(self, edit: str, sampled: bool) -> Tensor:
+        """What the row table says of an edit after its gate: int32 ``[rows]``, 0 where it does not act."""
+        axis = self.axes[sampled]
+        return axis.board.rows[:, axis.columns["edit", edit]]
+
     def find(self, name: str) -> tuple[Board, LocationProgram, tuple[LocationProgram | Note, ...]]:
         """The location's board, all that is launched there, and its parts in order."""
         for axis in self.axes:

@@ -12,8 +12,22 @@ import numpy.typing as npt
 from vtaps.spec.rows import Interval, Rows
 from vtaps.spec.store import Store
 
-Verb = Literal["add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "python", "gate"]
-VERBS: tuple[Verb, ...] = ("add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "python")
+Verb = Literal[
+    "add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "reconstruct", "python", "gate"
+]
+VERBS: tuple[Verb, ...] = (
+    "add",
+    "scale",
+    "zero",
+    "set",
+    "put",
+    "project_out",
+    "clamp",
+    "affine",
+    "feature",
+    "reconstruct",
+    "python",
+)
 """Of the lock's edits; ``gate`` is not one of them."""
 WITHOUT_COEFFICIENT = ("zero", "put", "clamp", "python", "gate")
 USES_VECTOR = ("add", "set", "clamp", "gate")
@@ -102,9 +116,9 @@ class ForwardEntry:
 @dataclass(frozen=True)
 class EditEntry:
     """``vectors``: the directions of ``project_out``; ``matrices``: down, up and bias of ``affine``; ``python``: the
-    file, the function in it, the file's sha256; ``sae``: the folder of ``feature``'s SAE and what is done, ``to`` or
-    ``by``; ``value``: its points' coefficients stand in place of a vector; ``when``: the key of its gate in
-    :attr:`Program.gates`; ``slots``: how many rows the memory of ``put`` holds."""
+    file, the function in it, the file's sha256; ``sae``: the folder of the SAE of ``feature`` or ``reconstruct`` and
+    what is done, ``to`` or ``by``; ``value``: its points' coefficients stand in place of a vector; ``when``: the key of
+    its gate in :attr:`Program.gates`; ``slots``: how many rows the memory of ``put`` holds."""
 
     verb: Verb
     sites: tuple[str, ...]

@@ -1,7 +1,8 @@
-"""Edits and reads by a function of the user's: ``def flip(rows, at)`` in a file beside the spec.
+"""Edits and reads that Python does: an SAE's reconstruction in a row's place (:class:`~vtaps.runtime.sae.Autoencoder`),
+or a function of the user's, ``def flip(rows, at)`` in a file beside the spec.
 
-It gets the selected rows of one location in one step, ``[n, width]`` in the model's dtype on the model's device (of a
-residual pair the sum); a function of one parameter gets the rows alone.  The rows are a copy.
+Either gets the selected rows of one location in one step, ``[n, width]`` in the model's dtype on the model's device (of
+a residual pair the sum); a function of one parameter gets the rows alone.  The rows are a copy.
 
 An edit says what stands there instead: a tensor of the same shape, or None where it changed ``rows`` in place.  A read
 says what is kept: a tensor with a row for each of ``rows``, ``[n, …]``, of one shape and dtype at each location.
@@ -12,8 +13,8 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from vtaps.runtime.imports import import_file
 from vtaps.runtime.kernels import LocationProgram
 from vtaps.runtime.live import Live
 from vtaps.runtime.program import LockError, Program, SiteEntry
+from vtaps.runtime.sae import Autoencoder
 from vtaps.spec import digests
 
 KEPT = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -112,7 +114,7 @@ class Function:
 class _Chosen:
     """The rows of a plan's fill at one location, a range where they follow each other: the same in each of its steps,
     ``shift`` positions later.  ``owners`` ``[n]``: whose each is, by its place in the fill; ``numbers`` ``[n]``: the
-    rows, and ``among`` ``[n]``: their places in the fill."""
+    rows, and ``among`` ``[n]``: their places in the fill; ``points``: of an edit with an SAE, the use of each."""
 
     fill: weakref.ref[Fill]
     rows: Tensor | slice
@@ -121,18 +123,26 @@ class _Chosen:
     positions: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
     requests: tuple[str, ...]
+    points: Tensor | None = None
 
     def at(self, site: SiteEntry, shift: int) -> At:
         return At(site.name, site.module, site.input, site.layer, self.positions + shift, self.requests)
 
     def only(self, owners: Sequence[int], device: torch.device) -> _Chosen:
         """The rows of some of the requests."""
-        mine = np.isin(self.owners, owners)
-        numbers = self.numbers[mine]
-        keys = tuple(key for key, kept in zip(self.requests, mine, strict=True) if kept)
-        return _Chosen(
-            self.fill, _rows(numbers, device), numbers, self.among[mine], self.positions[mine], self.owners[mine], keys
-        )
+        return self._some(np.flatnonzero(np.isin(self.owners, owners)), device)
+
+    def passed(self, let: Tensor, device: torch.device) -> _Chosen:
+        """Those of them that are not 0 in ``let``."""
+        return self._some(np.flatnonzero(let[self.rows].cpu().numpy()), device)
+
+    def _some(self, which: npt.NDArray[np.int64], device: torch.device) -> _Chosen:
+        numbers, points = self.numbers[which], self.points
+        if points is not None:
+            points = points[torch.from_numpy(which).to(points.device)]
+        keys = tuple(self.requests[i] for i in which.tolist())
+        rest = self.among[which], self.positions[which], self.owners[which]
+        return _Chosen(self.fill, _rows(numbers, device), numbers, *rest, keys, points)
 
 
 class Functions:
@@ -140,6 +150,8 @@ class Functions:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.autoencoders: Mapping[tuple[str, str], Autoencoder] = {}
+        """(edit, site) → what does an edit that is no function of the user's; :meth:`run` looks here first."""
         self._of: dict[tuple[str, str], Function] = {}
         self._chosen: dict[tuple[str, str], _Chosen] = {}
         self._first: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
@@ -168,10 +180,12 @@ class Functions:
         residual: Tensor | None,
         site: SiteEntry,
         place: LocationProgram,
+        let: Tensor | None = None,
     ) -> Failed:
         """Let ``edit`` change its rows of ``x`` ``[rows, columns]`` at a location, in place: those of the step's
         ``fills``, ``shift`` steps after they were planned.  Of a pair the whole stream goes to ``x``, and the residual
-        of those rows becomes 0.
+        of those rows becomes 0.  ``let``: of an edit with a gate what the row table says, int ``[rows of the table]``:
+        rows that are 0 there are left alone.  Looking there waits for the device.
 
         Returns the requests that failed, whose rows stay as they are.  Raises FunctionFault where the device failed.
         """
@@ -181,9 +195,16 @@ class Functions:
         known = self._chosen.get((edit, site.name))
         if known is None or known.fill() is not fill:
             known = self._chosen[edit, site.name] = self._choose(edit, fill, site.name, x.device)
+        if let is not None:
+            known = known.passed(let, x.device)
+        whole = self.autoencoders.get((edit, site.name))
 
         def change(chosen: _Chosen) -> Tensor:
-            return self._of["edits", edit](_stream(x, residual, chosen.rows, place), chosen.at(site, shift))
+            stream = _stream(x, residual, chosen.rows, place)
+            if whole is None:
+                return self._of["edits", edit](stream, chosen.at(site, shift))
+            assert chosen.points is not None
+            return whole(stream, chosen.points)
 
         done, given, failed = self._each(change, known, fill, x.device)
         if done is not None and given is not None:
@@ -273,7 +294,10 @@ class Functions:
         # A sweep may turn the edit off at some of its locations.
         active = [number for use, number in self._program.uses_of[edit].items() if site in use.sites]
         chosen = np.isin(fill.points, active) if fill.points is not None else np.zeros(len(fill.rows), bool)
-        return _of_fill(fill, chosen, device)
+        found = _of_fill(fill, chosen, device)
+        if (edit, site) not in self.autoencoders or fill.points is None:
+            return found
+        return replace(found, points=_tensor(fill.points[chosen].astype(np.int64), device))
 
 
 def _of_a_request(error: FunctionFault) -> FunctionFault:
@@ -295,6 +319,10 @@ def _of_fill(fill: Fill, chosen: npt.NDArray[np.bool_], device: torch.device) ->
 def _rows(found: npt.NDArray[np.int64], device: torch.device) -> Tensor | slice:
     if len(found) and found[-1] - found[0] == len(found) - 1:
         return slice(int(found[0]), int(found[-1]) + 1)
+    return _tensor(found, device)
+
+
+def _tensor(found: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     rows = torch.from_numpy(np.ascontiguousarray(found))
     # From other memory the copy would wait for the device.
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows

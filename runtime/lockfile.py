@@ -62,7 +62,8 @@ def parse_program(lock: Mapping[str, Any], folder: Path) -> Program:
         raise LockError("engine", f"mode {mode!r} is not one of {', '.join(MODES)}")
     lock, patterns = _without_patterns(lock)
     acting = [*(lock.get("edits") or {}).values(), *(lock.get("reads") or {}).values()]
-    python = {s for one in acting if "python" in (one.get("verb"), one.get("kind")) for s in one.get("sites") or ()}
+    broken = [one for one in acting if {one.get("verb"), one.get("kind")} & {"python", "reconstruct"}]
+    python = {s for one in broken for s in one.get("sites") or ()}
     sites = _each(lock, "sites", lambda name, data: _site(name, data, mode, name in python))
     overrides = _each(lock, "overrides", lambda n, d: OverrideEntry(tuple(int(i) for i in d["ids"])))
     vectors: dict[str, Mapping[str, Any]] = dict(lock.get("vectors") or {})
@@ -178,11 +179,9 @@ def _edit(name: str, data: Mapping[str, Any]) -> EditEntry:
     matrices = tuple(data.get("matrices") or ())
     if verb == "affine" and not 2 <= len(matrices) <= 3:
         raise ValueError("affine has no down and up")
-    sae = (str(data["sae"]["dir"]), _one_of(data["sae"]["does"], DOES, "does")) if verb == "feature" else None
+    sae = _sae(data["sae"]) if verb in ("feature", "reconstruct") else None
     kept, value = bool(data.get("keep_norm")), bool(data.get("value"))
     when = None if data.get("when") is None else gate_key(str(data["when"]))
-    if when is not None and verb in ("python", "put"):
-        raise ValueError("an edit in Python, or one that sets rows, has no gate")
     slots = int(data["rows"]["slots"]) if verb == "put" else 0
     return EditEntry(verb, tuple(data["sites"]), tokens, vectors, kept, matrices, python, sae, value, when, slots)
 
@@ -203,6 +202,10 @@ def _uses_of_gate(data: Mapping[str, Any]) -> tuple[EditEntry, ReadEntry]:
 
 def _python(said: Mapping[str, Any]) -> tuple[str, str, str | None]:
     return str(said["file"]), str(said["function"]), said.get("digest")
+
+
+def _sae(said: Mapping[str, Any]) -> tuple[str, str]:
+    return str(said["file"] if "file" in said else said["dir"]), _one_of(said["does"], DOES, "does")
 
 
 def _read(name: str, data: Mapping[str, Any]) -> ReadEntry:
@@ -321,7 +324,7 @@ def _check_names(program: Program) -> None:
                     raise LockError(entry, f"{edit_use.edit} acts by {when}, of which the point says nothing")
                 if verb in USES_VECTOR and edit_use.vector is None and not program.edits[edit_use.edit].value:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no vector")
-                if verb == "feature" and edit_use.feature is None:
+                if program.edits[edit_use.edit].sae is not None and edit_use.feature is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no feature")
                 if verb not in WITHOUT_COEFFICIENT and edit_use.coefficient is None:
                     raise LockError(entry, f"{edit_use.edit} ({verb}) has no coefficient")

@@ -98,7 +98,7 @@ def predicted(program: Program, limits: Limits, dtype: str) -> int:
         total += 4 * rows * (1 + uses) if uses else 0
     total += patch_bytes(program, dtype)
     for name, edit in program.edits.items():
-        if edit.verb in USES_VECTOR or edit.vectors or edit.sae is not None:
+        if edit.verb in USES_VECTOR or edit.vectors or edit.verb == "feature":
             used = program.used_at.get(name, {})
             # Of a feature that is set to a value, what encodes it and what decodes it.
             each = 2 if edit.sae is not None and edit.sae[1] == "to" else 1

@@ -30,7 +30,7 @@ from vtaps.runtime.probes import probes
 from vtaps.runtime.program import LockError, Program
 from vtaps.runtime.records import Collected, Record
 from vtaps.runtime.rowtable import RowTable
-from vtaps.runtime.sae import bytes_of, encoders
+from vtaps.runtime.sae import load_saes
 from vtaps.runtime.samples import Samples, override
 from vtaps.runtime.spool import Spool
 from vtaps.runtime.transport import record_of
@@ -81,7 +81,7 @@ class Session:
         self.device = next(model.parameters()).device
         self.modules, self._compute_logits, self._limits = dict(model.named_modules()), compute_logits, limits
         self.boards = Boards(self.block, self.program, limits, dtype, self.device, self._notes)
-        self.harvest = self._harvest(self.program)
+        self.harvest = self._harvest(self.program, self.functions)
         self.at = [At(name, *self.boards.find(name), self.program.sites[name].sampled) for name in self.block.locations]
         self._dtype = dtype
         traced = [at.name for at in self.at if inside is not None and inside(self.block.locations[at.name].module)]
@@ -110,7 +110,7 @@ class Session:
         if self.ranks is not None:
             new._localize(self.ranks)
         boards = Boards(new.block, new.program, self._limits, self._dtype, self.device, new._notes)
-        harvest = self._harvest(new.program)
+        harvest = self._harvest(new.program, new.functions)
         self.boards.adopt(boards)
         self.neutral()
         self.harvest.close()
@@ -118,14 +118,13 @@ class Session:
         self.functions = new.functions
         self.harvest = harvest
 
-    def _harvest(self, program: Program) -> Harvest:
+    def _harvest(self, program: Program, functions: Functions) -> Harvest:
         unembed, first = self._compute_logits, (lambda: 0)
         if self.ranks is not None:
             unembed, first = self.ranks.unembed, self.ranks.vocabulary
         lens = Lens.of(program, self.modules, self._quietly(unembed), first)
-        found, saes = probes(program, self.device), encoders(program, self.device)
-        self._sae_bytes = bytes_of(saes)
-        return Harvest(program, self.device, lens, found, self.boards.grow, self.spool, saes)
+        saes, functions.autoencoders, self._sae_bytes = load_saes(program, self.device)
+        return Harvest(program, self.device, lens, probes(program, self.device), self.boards.grow, self.spool, saes)
 
     @property
     def device_bytes(self) -> int:
@@ -191,7 +190,8 @@ class Session:
         reads, kept = plan.sampled_reads if sampled else plan.reads, None
         try:
             if note.verb:
-                failed = self.functions.run(note.name, edits, *where)
+                let = None if note.when is None else self.boards.let(note.name, sampled)
+                failed = self.functions.run(note.name, edits, *where, let)
             else:
                 kept, failed = self.functions.read(note.name, reads, *where)
         except FunctionFault as error:

@@ -254,7 +254,7 @@ def _point(
         if (key := edit.coefficient_key) in own:
             point = replace(point, coefficient=own[key])
         does = None if edit.feature is None else edit.feature.does
-        if own.get("on", True) and not is_identity(edit.verb, point.coefficient, does):
+        if own.get("on", True) and not is_identity(edit.operation, point.coefficient, does):
             acting.append(point)
     used = dict.fromkeys(edits[p.edit].edit.when for p in acting)
     gates = []
@@ -267,7 +267,7 @@ def _point(
 def is_identity(verb: str, coefficient: float | None, does: str | None = None) -> bool:
     """Whether the verb changes nothing at this coefficient: such an edit stores nothing and is not expected to act.
     ``does``: what ``feature`` does, ``to`` or ``by``."""
-    if does == "by":
+    if verb == "feature" and does == "by":
         return coefficient == 0.0
     return verb in IDENTITY and coefficient == IDENTITY[verb]
 

@@ -11,12 +11,12 @@ import numpy as np
 from vtaps.spec.arms import points_of
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document
-from vtaps.spec.plan import ArmPlan, EditPlan, EngineMode, OverridePlan, ReadPlan
+from vtaps.spec.plan import ArmPlan, EditPlan, EngineMode, GatePlan, OverridePlan, ReadPlan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import Interval, Rows, compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.sizes import human
-from vtaps.spec.slots import HELD_STEPS, allotted, row_bytes, slot_rows
+from vtaps.spec.slots import GATE_BYTES, HELD_STEPS, allotted, row_bytes, slot_rows
 from vtaps.spec.spec import Spec
 
 LARGEST_SEQS = 1024
@@ -175,14 +175,25 @@ def _count(vllm: Mapping[str, Any], name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def slots_of(vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str) -> Slots:
-    """The slots of the reads that some arm lists; what a function gives is known when it has given it."""
+def slots_of(
+    vllm: Mapping[str, Any], reads: Mapping[str, ReadPlan], dtype: str, gates: Mapping[str, GatePlan]
+) -> Slots:
+    """The slots of the reads that some arm lists, and of the scores of gates, under :func:`of_gate`; what a function
+    gives is known when it has given it."""
     loads = {
         name: Load(p.requests, p.step_rows, HELD_STEPS * _row_bytes(p, dtype))
         for name, p in reads.items()
         if p.requests and p.read.kind not in ("python", "pattern")
     }
+    loads |= {
+        of_gate(n): Load(p.requests, p.step_rows, HELD_STEPS * GATE_BYTES) for n, p in gates.items() if p.requests
+    }
     return Slots(loads, *limits(vllm), chunked=vllm.get("enable_chunked_prefill") is not False)
+
+
+def of_gate(name: str) -> str:
+    """A gate among reads: no name of theirs has a dot."""
+    return f"gates.{name}"
 
 
 def _row_bytes(plan: ReadPlan, dtype: str) -> int:
@@ -203,8 +214,10 @@ def check_memory(
     load = slots.loads[largest]
     rows = load.rows(slots.seqs, slots.tokens)
     share = "" if len(by_name) == 1 else f" of the {human(slots.bytes)} that all reads take"
+    section, _, gate = largest.rpartition(".")
+    who, where = (f"gate {gate!r}", ("gates", gate)) if section else (f"read {largest!r}", spec.reads[largest].where)
     message = (
-        f"read {largest!r} can take {rows} rows a step, {human(by_name[largest])}{share}; "
+        f"{who} can take {rows} rows a step, {human(by_name[largest])}{share}; "
         f"engine.tap_memory is {human(spec.engine.tap_memory)}"
         + (f", and rows that edits set take {human(patched)} of it" if patched else "")
     )
@@ -217,7 +230,7 @@ def check_memory(
     note = f"{lower} `tap_memory: {enough(slots.bytes + patched)}`; fewer rows or locations take less"
     if mode == "taps":
         note += ", `mode: eager` takes none"
-    found.append(Diagnostic("VT321", message, doc.key(*spec.reads[largest].where), note=note))
+    found.append(Diagnostic("VT321", message, doc.key(*where), note=note))
 
 
 def enough(size: int) -> str:

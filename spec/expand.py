@@ -9,6 +9,7 @@ import yaml
 
 from vtaps.spec import digests
 from vtaps.spec.rows import Interval, Rows
+from vtaps.spec.saes import key_of
 from vtaps.spec.sizes import exact
 from vtaps.spec.spec import (
     BAN,
@@ -82,7 +83,7 @@ def expand(spec: Spec) -> dict[str, Any]:
             "tap_memory": exact(spec.engine.tap_memory),
             "vllm": dict(sorted(spec.engine.vllm.items())),
         },
-        **({"saes": each(spec.saes, lambda sae: {"dir": sae.dir})} if spec.saes else {}),
+        **({"saes": each(spec.saes, lambda sae: {key_of(sae.path): sae.path})} if spec.saes else {}),
         "vectors": each(spec.vectors, _vector),
         "taps": each(spec.taps, _at),
         "reads": each(spec.reads, read_of),

@@ -97,16 +97,6 @@ def loads(
 def _late(gate: GatePlan, plan: EditPlan, mode: str) -> tuple[str, str] | None:
     """Why the gate cannot decide where the edit acts, and what helps."""
     edit, name = plan.edit, gate.gate.name
-    if edit.verb == "python":
-        return (
-            f"the edit {edit.name!r} is in Python, which sees all rows that its `tokens` select",
-            "one of the other verbs can have a gate; a function can compute a score itself",
-        )
-    if edit.rows is not None:
-        return (
-            f"the edit {edit.name!r} sets rows of another arm, at all rows that its `tokens` select",
-            "one of the other verbs can have a gate",
-        )
     for site in plan.sites:
         if site.alias in PER_REQUEST:
             return (

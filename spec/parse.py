@@ -108,7 +108,7 @@ def parse(doc: Document, found: list[Diagnostic] | None = None, refused: Iterabl
         arms=each("arms", _arm),
         sampling={**SAMPLING_DEFAULTS, **data.get("sampling", {})},
         broken=broken,
-        saes=each("saes", lambda name, value, where: Sae(name, where, value["dir"])),
+        saes=each("saes", lambda name, value, where: Sae(name, where, value.get("dir") or value["file"])),
         gates=each("gates", _gate),
     )
 

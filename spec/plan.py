@@ -178,7 +178,8 @@ class TreeFacts:
 
 @dataclass(frozen=True)
 class SaePlan:
-    """An SAE that is used, in its ``folder`` (relative to the spec); ``bytes``: what reads hold of it on the device."""
+    """An SAE that is used, in its ``folder`` or file (relative to the spec); ``bytes``: what reads, and edits that put
+    its reconstruction in a row's place, hold of it on the device."""
 
     name: str
     folder: str

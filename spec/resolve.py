@@ -101,7 +101,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     parted = check_parts(ranks(spec.engine.vllm), edits, reads, gates, tree, doc, found)
     pipeline.check_stages(pipeline.stages(spec.engine.vllm), edits, reads, gates, tree, doc, found)
     locations = plan_locations(spec, edits, reads, worked, gates, doc, found)
-    functions = {("edit", name) for name, p in edits.items() if p.edit.python is not None}
+    functions = {("edit", name) for name, p in edits.items() if p.edit.breaks}
     functions |= {("read", name) for name, p in reads.items() if p.read.python is not None}
     every = [one.where for one in spec.acting() if EVERYWHERE in spec.texts(one.at)]
     mode, reason, locations = choose(spec.engine, context.compiled, locations, functions, _eager(spec))
@@ -136,7 +136,7 @@ def resolve(spec: Spec, context: Context) -> tuple[Plan | None, list[Diagnostic]
     )
     patched = check_patches(spec, edits, facts.dtype, doc, found)
     if mode == "taps" or any(p.read.where in every and p.requests for p in reads.values()):
-        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype), doc, found, mode, patched)
+        check_memory(spec, slots_of(spec.engine.vllm, reads, facts.dtype, gates), doc, found, mode, patched)
     if has_errors(found):
         return None, found
     plan = Plan(

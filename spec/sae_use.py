@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.document import Document, NodePath
 from vtaps.spec.locations import locate
 from vtaps.spec.plan import EditPlan, ReadPlan, SaePlan
-from vtaps.spec.saes import Sae, alias_of, files_of, folder_at, open_sae
+from vtaps.spec.saes import Sae, alias_of, files_of, folder_at, key_of, open_sae
 from vtaps.spec.spec import Spec
 from vtaps.spec.tensor_files import VectorError, file_digest
 from vtaps.spec.tree import ModelTree, Site
@@ -19,14 +19,15 @@ CODES = {"sae": "VT335", "feature": "VT336", "nonfinite": "VT308"}
 
 @dataclass(frozen=True)
 class _Use:
-    """One SAE at one site; ``texts``: how the spec spells the locations; ``whole``: why all of its features may be
-    needed, "" where that depends on the SAE; ``features``: those that are named, with where."""
+    """One SAE at one site; ``texts``: how the spec spells the locations; ``to``: a feature is set to a value beside the
+    others; ``whole``: the row becomes what all of them say; ``features``: those that are named, with where."""
 
     sae: str
     site: Site
     texts: tuple[str, ...]
     where: NodePath
-    whole: str | None = None
+    to: bool = False
+    whole: bool = False
     features: tuple[tuple[int, NodePath], ...] = ()
     top: int | None = None
     reads: bool = False
@@ -46,6 +47,7 @@ def check_saes(
     opened: dict[str, Sae | None] = {}
     told: set[tuple[str, str, str]] = set()
     plans: dict[tuple[str, str], set[tuple[int, ...] | None]] = {}
+    wholes: set[str] = set()
 
     def tell(use: _Use, code: str, message: str, where: NodePath, **more: str | tuple[str, ...] | None) -> None:
         if (key := (use.sae, code, str(where))) not in told:
@@ -56,12 +58,12 @@ def check_saes(
         if use.sae not in spec.saes:
             continue
         defined = spec.saes[use.sae]
-        if "{layer}" in defined.dir and any(t.startswith("resid_pre") for t in use.texts):
+        if "{layer}" in defined.path and any(t.startswith("resid_pre") for t in use.texts):
             message = f"{{layer}} at resid_pre[i] could be i or i−1, since resid_pre[i] is {use.site.name}"
             tell(use, "VT335", message + ": write resid_post", use.where)
             continue
         try:
-            folder = folder_at(defined.dir, use.site.layer)
+            folder = folder_at(defined.path, use.site.layer)
         except VectorError as error:
             tell(use, "VT335", f"{error.message} ({use.site.name})", use.where)
             continue
@@ -71,19 +73,23 @@ def check_saes(
                 opened[folder] = open_sae(doc.folder, folder)
                 digests |= {name: file_digest(doc.folder / name) for name in files_of(folder)}
             except VectorError as error:
-                tell(use, "VT335", error.message, (*defined.where, "dir"))
+                tell(use, "VT335", error.message, (*defined.where, key_of(defined.path)))
         if (sae := opened[folder]) is not None:
             _check(use, sae, tree, doc, tell)
             plans.setdefault((use.sae, folder), set()).update([use.read] if use.reads else [])
-    return digests, tuple(_planned(plans, opened, spec))
+            wholes |= {folder} if use.whole else set()
+    return digests, tuple(_planned(plans, wholes, opened))
 
 
 def _planned(
-    held: Mapping[tuple[str, str], set[tuple[int, ...] | None]], opened: Mapping[str, Sae | None], spec: Spec
-) -> Iterator[SaePlan]:
-    for (name, folder), reads in sorted(held.items()):
+    held: Mapping[tuple[str, str], set[tuple[int, ...] | None]], wholes: Collection[str],
+    opened: Mapping[str, Sae | None],
+) -> Iterator[SaePlan]:  # fmt: skip
+    """``wholes``: the folders of those that an edit puts in a row's place."""
+    for (name, folder), reads in sorted(held.items(), key=lambda one: one[0]):
         if (sae := opened[folder]) is not None:
-            size = sum(sae.held(ids)[1] for ids in reads)
+            size = sum(sae.held(ids)[1] for ids in reads if ids is not None or folder not in wholes)
+            size += sae.whole if folder in wholes else 0
             yield SaePlan(name, folder, sae.architecture, sae.d_in, sae.d_sae, size)
 
 
@@ -100,14 +106,11 @@ def _uses(spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPla
         if (said := plan.edit.feature) is None:
             continue
         at = (*plan.edit.where, "feature")
-        whole = None
-        if said.error == "drop":
-            whole = "`error: drop` needs the whole SAE"
-        elif said.does == "to":
-            whole = ""
+        whole = said.error == "drop"
+        to = said.does == "to" and not whole
         features = ((said.index, (*at, "index")), *swept.get(name, ()))
         for site in plan.sites:
-            yield _Use(said.sae, site, spec.texts(plan.edit.at), (*at, "sae"), whole, features)
+            yield _Use(said.sae, site, spec.texts(plan.edit.at), (*at, "sae"), to, whole, features)
     listed = {name for arm in spec.arms.values() for name in arm.reads}
     for name, read in reads.items():
         if read.read.sae is None:
@@ -116,8 +119,9 @@ def _uses(spec: Spec, edits: Mapping[str, EditPlan], reads: Mapping[str, ReadPla
         ids = tuple((i, (*at, "ids", n)) for n, i in enumerate(read.read.ids or ()) if isinstance(i, int))
         for site in read.sites:
             yield _Use(
-                read.read.sae, site, spec.texts(read.read.at), (*at, "sae"), None, ids, read.read.top, name in listed
-            )
+                read.read.sae, site, spec.texts(read.read.at), (*at, "sae"), features=ids, top=read.read.top,
+                reads=name in listed,
+            )  # fmt: skip
     yield from _decoders(spec, edits, reads)
 
 
@@ -156,12 +160,12 @@ def _check(use: _Use, sae: Sae, tree: ModelTree, doc: Document, tell: object) ->
             sae.feature(index)
         except VectorError as error:
             valid = (f"0 … {sae.d_sae - 1}",) if error.kind == "feature" else ()
-            tell(use, CODES[error.kind], error.message, where, valid=valid)
+            tell(use, CODES.get(error.kind, "VT335"), error.message, where, valid=valid)
     if use.top is not None and use.top > sae.d_sae:
         message = f"{sae.folder} has {sae.d_sae} features, fewer than {use.top}"
         tell(use, "VT336", message, (*use.where[:-1], "top"))
-    if use.whole is not None and (use.whole or sae.architecture == "topk"):
-        why = use.whole or f"{sae.folder} is a topk SAE, where an activation depends on all features"
+    if use.to and sae.architecture == "topk":
+        why = f"{sae.folder} is a topk SAE, where an activation depends on all features"
         tell(use, "VT338", why, use.where, note=WHOLE)
     if sae.hook is not None and (alias := alias_of(sae.hook)) is not None:
         meant, _ = locate(tree, alias, doc.at(*use.where))
@@ -171,6 +175,4 @@ def _check(use: _Use, sae: Sae, tree: ModelTree, doc: Document, tell: object) ->
             tell(use, "VT337", message, use.where, nearest=near)
 
 
-WHOLE = (
-    "`feature` moves one feature of the row: `by` at any SAE, `to` at standard and jumprelu ones, the error term kept"
-)
+WHOLE = "`by` goes at any SAE; `to` at standard, jumprelu and gated ones, and with `error: drop` at any"

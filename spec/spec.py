@@ -80,11 +80,12 @@ class Vector:
 
 @dataclass(frozen=True)
 class Sae:
-    """A sparse autoencoder by the folder of its files, which may name the ``{layer}``.  See ``vtaps.spec.saes``."""
+    """A sparse autoencoder by the folder of its files, or its one file; ``path`` may name the ``{layer}``.  See
+    ``vtaps.spec.saes``."""
 
     name: str
     where: NodePath
-    dir: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,16 @@ class Edit:
 
     @property
     def operation(self) -> str:
-        """What a block does for it: the verb, or ``put`` where ``set`` takes rows."""
+        """What a block does for it: the verb, ``put`` where ``set`` takes rows, or ``reconstruct`` where ``feature``
+        drops what its SAE does not explain."""
+        if self.feature is not None and self.feature.error == "drop":
+            return "reconstruct"
         return self.verb if self.rows is None else "put"
+
+    @property
+    def breaks(self) -> bool:
+        """Whether Python does it, on the taps engine at a break."""
+        return self.operation in ("python", "reconstruct")
 
     @property
     def by_value(self) -> bool:

@@ -25,10 +25,12 @@ def needs(spec: Spec) -> Iterator[tuple[str, str, NodePath]]:
 
 
 def vectors_of(spec: Spec, arm: Arm) -> tuple[str, ...]:
-    """The vectors, among those that are defined, that an arm's edits, its sweep and its reads use."""
+    """The vectors, among those that are defined, that an arm's edits, their gates, its sweep and its reads use."""
     names: dict[str, None] = {}
     for edit in (spec.edits[n] for n in arm.edits if n in spec.edits):
         names.update(dict.fromkeys((*([edit.vector] if edit.vector else []), *edit.vectors, *edit.matrices)))
+        if edit.when is not None and edit.when in spec.gates:
+            names[spec.gates[edit.when].vector] = None
     for axis in (axis for factor in arm.sweep for axis in factor):
         if axis.path.endswith(".vector"):
             names.update((str(value), None) for value in axis.values or ())

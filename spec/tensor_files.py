@@ -172,11 +172,12 @@ def _raw(path: Path, name: str) -> npt.NDArray[np.uint16]:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A floating tensor of a safetensors file, of which parts are read; ``dtype`` in safetensors' spelling."""
+    """A floating tensor of a file, of which parts are read: ``bits[part]`` are their numbers (of BF16 the bits);
+    ``dtype`` in safetensors' spelling."""
 
     dtype: str
     shape: tuple[int, ...]
-    bits: npt.NDArray[Any]
+    bits: Any
 
     def read(self, part: tuple[Any, ...]) -> npt.NDArray[np.float32]:
         """The numbers at ``part`` (an index of numpy's; ``()``: all), float32 and contiguous."""

@@ -44,7 +44,7 @@ def definition(vector: Vector, saes: Mapping[str, Sae]) -> dict[str, Any]:
         return {"random": {"seed": vector.seed, "norm": vector.norm}}
     scaled = {} if vector.norm is None else {"norm": vector.norm}
     if vector.sae is not None:
-        return {"sae": saes[vector.sae].dir, "feature": vector.feature, **scaled}
+        return {"sae": saes[vector.sae].path, "feature": vector.feature, **scaled}
     return {"file": vector.file, "tensor": vector.tensor, "row": vector.row, **scaled}
 
 

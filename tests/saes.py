@@ -1,8 +1,9 @@
-"""Random sparse autoencoders in the layout of SAELens, and what they compute, in float64."""
+"""Random sparse autoencoders in the layouts of SAELens and Gemma Scope, and what they compute, in float64."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ def write_sae(
         "W_dec": rng.normal(size=(features, width)) / np.sqrt(width),
         "b_dec": rng.normal(size=width) * size / 2,
     }
+    if architecture == "gated":
+        made["b_gate"] = made.pop("b_enc")
+        made["b_mag"] = rng.normal(size=features) * size / 4
+        made["r_mag"] = rng.normal(size=features) / 2
     if architecture == "jumprelu":
         made["threshold"] = np.abs(rng.normal(size=features)) * size
         made["threshold"][0] = -1.0
@@ -44,6 +49,28 @@ def save_sae(
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 
+def save_npz(
+    file: Path, made: dict[str, Floats], dtype: Any = np.float32, save: Callable[..., None] = np.savez
+) -> dict[str, Floats]:
+    """``made`` in ``dtype`` as Gemma Scope has it; the tensors as the file has them, in float64."""
+    tensors = {name: values.astype(dtype) for name, values in made.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save(file, **tensors)
+    return {name: values.astype(np.float64) for name, values in tensors.items()}
+
+
+def drawn_npz(width: int, features: int, *, seed: int = 0, size: float = 1.0) -> dict[str, Floats]:
+    """A jumprelu SAE for rows of ``size``."""
+    rng = np.random.default_rng(seed)
+    return {
+        "W_enc": rng.normal(size=(width, features)) / np.sqrt(width),
+        "b_enc": rng.normal(size=features) * size / 4,
+        "W_dec": rng.normal(size=(features, width)) / np.sqrt(width),
+        "b_dec": rng.normal(size=width) * size / 2,
+        "threshold": np.abs(rng.normal(size=features)) * size / 2,
+    }
+
+
 def exact_sae(width: int, features: int) -> dict[str, Floats]:
     """A jumprelu SAE of small numbers of few bits: in float32 its products with such rows are exact."""
     rng = np.random.default_rng(4)
@@ -57,6 +84,10 @@ def exact_sae(width: int, features: int) -> dict[str, Floats]:
 
 def activations(sae: dict[str, Floats], rows: Floats, *, k: int | None = None, centred: bool = True) -> Floats:
     """float64 ``[n, features]`` of ``rows`` ``[n, width]``, as ``SAE.encode`` of SAELens has it."""
+    if "b_gate" in sae:
+        product = (rows - sae["b_dec"] * centred) @ sae["W_enc"]
+        gate = product + sae["b_gate"] > 0
+        return gate * np.maximum(product * np.exp(sae["r_mag"]) + sae["b_mag"], 0.0)
     before = (rows - sae["b_dec"] * centred) @ sae["W_enc"] + sae["b_enc"]
     active = np.maximum(before, 0.0)
     if "threshold" in sae:
@@ -65,3 +96,8 @@ def activations(sae: dict[str, Floats], rows: Floats, *, k: int | None = None, c
         least = np.sort(before, axis=-1)[:, -k][:, None]
         active *= before >= least
     return active
+
+
+def reconstruction(sae: dict[str, Floats], active: Floats) -> Floats:
+    """``active`` ``[n, features]`` → ``[n, width]``, as ``SAE.decode`` of SAELens has it."""
+    return active @ sae["W_dec"] + sae["b_dec"]

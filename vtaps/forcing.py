@@ -30,6 +30,7 @@ def forced(lock: Lock, finished: Sequence[Finished], *, edits: bool) -> tuple[di
                 {
                     "values": {},
                     "edits": list(point["edits"]) if edits else [],
+                    "gates": list(point.get("gates") or ()) if edits else [],
                     "overrides": [*point["overrides"], {"override": name, "start": 0}],
                 }
             ],

@@ -41,10 +41,10 @@ def describe(plan: Plan) -> str:
         f"  requests  {requests} ({', '.join(f'{n}: {_arm(plan, n)}' for n in plan.arms)})",
     ]
     for sae in plan.saes:
-        taken = f", {human(sae.bytes)} of the device for reads" if sae.bytes else ""
+        taken = f", {human(sae.bytes)} of the device" if sae.bytes else ""
         lines.append(f"  sae       {sae.name}: {sae.architecture} in {sae.folder}, {sae.d_in} × {sae.d_sae}{taken}")
     for name, gate in plan.gates.items():
-        lines.append(f"  gate      {name}: {_decides(gate.gate)} at {gate.site.name}")
+        lines.append(f"  gate      {name}: {_decides(gate.gate)} at {gate.site.name}{_scores(plan, name)}")
     for name, edit in plan.edits.items():
         when = "" if edit.edit.when is None else f" when {edit.edit.when}"
         lines.append(f"  edit      {name}: {edit.edit.verb}{_narrowed(edit.edit)} at {_places(plan, edit.sites)}{when}")
@@ -75,7 +75,7 @@ def _taps(plan: Plan) -> list[str]:
     if not count:
         return []
     line = f"  taps      {_count(count, 'location')}, one launch each; "
-    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype)
+    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype, plan.gates)
     if not slots.loads:
         return [line + "no reads, so no slots", *_breaks(plan)]
     assumed = f"{_count(slots.alive, 'request')} at once"
@@ -90,13 +90,22 @@ def _taps(plan: Plan) -> list[str]:
     ]
 
 
+def _scores(plan: Plan, gate: str) -> str:
+    """What the scores of a gate take: of one step on the device, and of the run."""
+    slots = slots_of(plan.spec.engine.vllm, {}, plan.tree.dtype, {gate: plan.gates[gate]})
+    if not slots.loads:
+        return ""
+    rows = slots.rows
+    return f", up to {_count(rows, 'score')} a step, {human(slots.bytes)} of the device"
+
+
 def _breaks(plan: Plan) -> list[str]:
     """What Python inside the model costs."""
     broken = [p for p in plan.locations if p.mode == "break"]
     if not broken:
         return []
     acting = [s for p in broken for s in p.statements]
-    edits = [s.name for s in acting if s.kind == "edit" and plan.edits[s.name].edit.python is not None]
+    edits = [s.name for s in acting if s.kind == "edit" and plan.edits[s.name].edit.breaks]
     reads = [s.name for s in acting if s.kind == "read" and plan.reads[s.name].read.python is not None]
     named = ", ".join(dict.fromkeys([*(f"edits.{n}" for n in edits), *(f"reads.{n}" for n in reads)]))
     return [
@@ -112,7 +121,7 @@ def _everywhere(plan: Plan) -> list[str]:
     if every is None:
         return []
     lines = [f"  **        {_count(len(every.sites), 'module output')}, each a call of Python in every step"]
-    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype)
+    slots = slots_of(plan.spec.engine.vllm, plan.reads, plan.tree.dtype, plan.gates)
     if slots.loads:
         lines[0] += f"; reads take up to {human(slots.bytes)} of the device"
     lines += [f"            without {text}" for text in every.left_out]

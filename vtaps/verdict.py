@@ -16,6 +16,7 @@ from vtaps.verification import Comparison, Verification
 
 TITLES = {
     "read": "read",
+    "gate": "gate",
     "edit": "behind edit",
     "metric": "metric",
     "logprobs": "log probabilities",

@@ -37,10 +37,11 @@ FAILED = frozenset(
 class Comparison:
     """One thing at one site, over all requests.
 
-    ``what``: ``read``, ``edit`` (the rows at its location behind it), ``metric``, ``logprobs``, ``tokens`` (by how much
-    a token leads that was not sampled), ``alone`` (an unedited request served by itself), ``chunked`` (its prompt
-    in pieces).  ``error``: the largest, as a share of the row's largest value; infinite where rows or shapes differ.
-    ``values``: how many rows were compared.  ``request`` and ``position`` say where the largest is.
+    ``what``: ``read``, ``gate`` (its scores), ``edit`` (the rows at its location behind it), ``metric``, ``logprobs``,
+    ``tokens`` (by how much a token leads that was not sampled), ``alone`` (an unedited request served by itself),
+    ``chunked`` (its prompt in pieces).  ``error``: the largest, as a share of the row's largest value; infinite where
+    rows or shapes differ.  ``values``: how many rows were compared.  ``request`` and ``position`` say where the largest
+    is.
     """
 
     what: str
@@ -186,7 +187,7 @@ def counted(counts: Iterable[Count], moved: Mapping[str, float]) -> tuple[Fired,
     return tuple(found.values())
 
 
-SECTIONS = {"read": "reads", "edit": "edits", "metric": "metrics"}
+SECTIONS = {"read": "reads", "gate": "gates", "edit": "edits", "metric": "metrics"}
 
 
 def findings(found: Verification, doc: Document) -> list[Diagnostic]:
@@ -226,7 +227,7 @@ def findings(found: Verification, doc: Document) -> list[Diagnostic]:
 def _something(found: Verification) -> bool:
     """Whether anything that the spec asks for was compared; where it asks for nothing, its tokens."""
     whats = {c.what for c in found.comparisons}
-    if whats & {"read", "edit", "metric"}:
+    if whats & set(SECTIONS):
         return True
     if found.fired:
         made = any(f.moved is not None for f in found.fired)

@@ -14,6 +14,7 @@ from vtaps.codegen.drift import drift
 from vtaps.comparing import compared, compared_metrics, difference, lead
 from vtaps.compiling import Compiled, compile_plan
 from vtaps.forcing import forced, on_eager
+from vtaps.picking import dependent, in_turn
 from vtaps.running import requests_of, with_lines
 from vtaps.runtime.records import Finished, Request
 from vtaps.runtime.reference.holding import Held, Holder, Meant, Measured, Skipped
@@ -93,13 +94,19 @@ class _Work:
 
         lock = with_lines(self.compiled.lock, self.plan, self.compiled, self.doc.line)
         everything = list(requests_of(self.plan))
-        requests = in_turn(everything, self.limit)
+        needing = dependent(self.plan)
+        for arm, why in needing.items():
+            self._skip("arm", arm, why)
+        requests = in_turn([request for request in everything if request.arm not in needing], self.limit)
         meant = Meant(lock, self.doc.folder)
         reference, reason = choose(meant, self.plan.mode, self.against)
         told = Verification(
             self.doc.file, self.plan.mode, reference=reference, reason=reason, requests=len(requests),
             total=len(everything), documents=self.result.documents,
         )  # fmt: skip
+        if everything and not requests:
+            told = replace(told, reference=None, not_checked=tuple(self.skipped))
+            return replace(told, findings=tuple(findings(told, self.doc)))
         try:
             with self._engine(self.compiled, lock) as engine:
                 finished = self._serve(engine, requests, self._sampling)
@@ -321,18 +328,6 @@ class _Probed:
     compiled: Compiled
     lock: Mapping[str, Any]
     chunk: int | None
-
-
-def in_turn(requests: Sequence[Request], limit: int) -> list[Request]:
-    """At most ``limit``, of every arm in turn, in their own order."""
-    arms: dict[str, list[int]] = {}
-    for number, request in enumerate(requests):
-        arms.setdefault(request.arm, []).append(number)
-    chosen: list[int] = []
-    longest = max((len(numbers) for numbers in arms.values()), default=0)
-    for turn in range(longest):
-        chosen += [numbers[turn] for numbers in arms.values() if turn < len(numbers)]
-    return [requests[number] for number in sorted(chosen[:limit])]
 
 
 def choose(meant: Meant, mode: str, against: Against | None) -> tuple[Against | None, str]:

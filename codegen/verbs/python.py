@@ -12,4 +12,4 @@ VERSION = 1
 
 
 def emit(plan: EditPlan, values: list[cst.BaseExpression]) -> cst.Call:
-    return nodes.call("vt.python", cst.Name("t"), nodes.literal(plan.edit.name), *values)
+    return nodes.edit("python", plan, values)

@@ -41,13 +41,15 @@ class Edit:
 class Seen:
     """Of one forward, by site: ``before`` and ``after`` its edits ``[rows, width]``; ``growth`` ``[rows]``: how many
     times as large as now the stream of a row has been.  Where a stream of 25,000 cancels down to 300, what is
-    left carries the rounding of 25,000.  ``moved``: (edit, site) → the largest change that the edit made."""
+    left carries the rounding of 25,000.  ``moved``: (edit, site) → the largest change that the edit made.
+    ``attention``: layer → the probabilities ``[heads, rows, keys]``, of the layers that were asked for."""
 
     logits: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
     before: dict[str, Floats] = field(default_factory=dict)
     after: dict[str, Floats] = field(default_factory=dict)
     growth: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    attention: dict[int, Floats] = field(default_factory=dict)
     last: npt.NDArray[np.float64] = field(default_factory=lambda: np.ones(0))
 
 
@@ -76,6 +78,8 @@ class HuggingFace:
         self._edits: Mapping[str, Sequence[Edit]] = {}
         self._seen = Seen()
         self._rotated: dict[tuple[int, str], str] = {}
+        self.attention: frozenset[int] = frozenset()
+        """The layers whose attention probabilities a forward keeps."""
         count = len(self.model.get_submodule(self._family.layers))
         streams = [f"{alias}[{i}]" for i in range(count) for alias in ("resid_mid", "resid_post")]
         self.wanted = frozenset(sites)
@@ -91,10 +95,11 @@ class HuggingFace:
         self._edits, self._seen = edits or {}, Seen()
         self._reached = self._now = np.zeros(len(ids))
         with torch.no_grad(), self._rotary():
-            out = self.model(torch.tensor([list(ids)]), use_cache=False)
+            out = self.model(torch.tensor([list(ids)]), use_cache=False, output_attentions=bool(self.attention))
         missing = (set(self._edits) | self.wanted) - set(self._seen.after)
         if missing:
             raise NoReference(f"the Hugging Face model has no {', '.join(sorted(missing))}")
+        self._seen.attention = {layer: out.attentions[layer][0].float().numpy() for layer in self.attention}
         self._seen.logits = out.logits[0].float().numpy()
         self._seen.last = self._grown()
         return self._seen

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 
 from vtaps.runtime.lockfile import parse_program
-from vtaps.runtime.program import Point, PointEdit, Program
+from vtaps.runtime.program import Point, PointEdit, Program, ReadEntry
 from vtaps.runtime.records import Completion, Finished, Request
 from vtaps.runtime.reference.forward import Edit, HuggingFace, Seen
+from vtaps.runtime.reference.gates import off
 from vtaps.runtime.reference.kinds import METRICS, READS, Context, Errors, apart, largest, log_softmax
-from vtaps.runtime.reference.known import strange, strange_arm
+from vtaps.runtime.reference.known import gate_name, strange, strange_arm
 from vtaps.runtime.reference.places import place_of
 from vtaps.runtime.reference.rows import selected
 from vtaps.runtime.reference.verbs import REPLACES, VERBS, NotChecked, Use, change
 from vtaps.runtime.results.expected import facts_of, fired_positions, row_count
+from vtaps.spec.pattern import part_of
 from vtaps.spec.rows import Facts, Rows
 
 STEERING = {"temperature", "max_tokens", "ignore_eos", "logprobs", "n", "seed", "stop", "stop_token_ids", "top_k",
@@ -93,6 +95,25 @@ class Meant:
         at_logits = sampled or (bool(sites) and all(self.program.sites[s].sampled for s in sites))
         return selected(rows, facts, tokens, sampled=at_logits)
 
+    def acting(self, use: PointEdit, facts: Facts, tokens: list[int], completion: Completion) -> list[int]:
+        """The rows that an edit of a point acts on: those that it selects and its gate, if any, let through.
+
+        A gate's decisions are those of the engine: its scores are held against the reference's, and what it decided
+        against its scores (:meth:`_One.gate`)."""
+        entry = self.program.edits[use.edit]
+        rows = self.rows(entry.tokens, facts, tokens, use.sites)
+        if use.position is not None:
+            rows = [p for p in rows if p == use.position]
+        if entry.when is None:
+            return rows
+        told = completion.record.gates.get(gate_name(entry.when))
+        if told is None:
+            return []
+        if self.program.gates[entry.when].reduce is not None:
+            return rows if told.passed.any() else []
+        passed = set(told.positions[told.passed].tolist())
+        return [p for p in rows if p in passed]
+
     def sites(self) -> list[str]:
         """Those that some arm reads or edits."""
         found: dict[str, None] = {}
@@ -115,6 +136,11 @@ class Meant:
         if found is not None:
             return Skipped(*found)
         for use in self.point(request).edits:
+            if use.edit in self.program.gates:
+                if place_of(self.architecture, use.sites[0]) is None:
+                    reason = f"{use.sites[0]} is no alias with a place in Hugging Face's model"
+                    return Skipped("gate", gate_name(use.edit), reason)
+                continue
             verb = self.program.edits[use.edit].verb
             formula = VERBS.get(verb, NotChecked(f"{verb} is not known to the reference"))
             if isinstance(formula, NotChecked):
@@ -133,10 +159,12 @@ class Meant:
             tokens = self.tokens(request, completion)
             fired = completion.record.fired
             for name in dict.fromkeys([*acting, *fired]):
+                if name in self.program.gates:
+                    continue
                 entry = self.program.edits.get(name)
                 if any(strange(one) for one in (entry, acting.get(name)) if one is not None):
                     continue  # which rows are its own is not known: see `unknown`
-                wanted = self.rows(entry.tokens, facts, tokens, acting[name].sites) if entry and name in acting else []
+                wanted = self.acting(acting[name], facts, tokens, completion) if entry and name in acting else []
                 if name in acting and not all(self.program.sites[s].sampled for s in acting[name].sites):
                     wanted = [p for p in wanted if not any(a <= p < b for a, b in completion.record.cached)]
                 got = fired_positions(fired.get(name, ()), len(tokens)).tolist()
@@ -150,11 +178,17 @@ class Meant:
         return f"sampling.{other[0]} changes the choice" if other else None
 
 
+def layer_of(site: str) -> int:
+    """``pattern[5]`` → 5."""
+    return int(site.partition("[")[2].removesuffix("]"))
+
+
 class Holder:
     """Requests of a lock against a Hugging Face model that was made for its sites."""
 
     def __init__(self, meant: Meant, model: HuggingFace) -> None:
         self.meant, self.model = meant, model
+        self._layers = frozenset(layer_of(s) for p in meant.program.patterns.values() for s in p.sites)
 
     def hold(self, finished: Finished, sampling: Mapping[str, Any], reads: tuple[str, ...] | None = None) -> Held:
         """``reads``: those that are compared, None for all of the arm's; with some, nothing else is."""
@@ -181,7 +215,8 @@ class Holder:
     def _behind(self, request: Request, unknown: Skipped) -> Iterator[Skipped]:
         arm = self.meant.program.arms[request.arm]
         why = f"arm {request.arm} has the {unknown.what} {unknown.name}, which is not checked"
-        yield from (Skipped("read", f"{name} (arm {request.arm})", why) for name in arm.reads)
+        reads = dict.fromkeys(map(part_of, arm.reads))
+        yield from (Skipped("read", f"{name} (arm {request.arm})", why) for name in reads)
         yield from (Skipped("metric", f"{name} (arm {request.arm})", why) for name in arm.metrics)
         yield Skipped("tokens", f"arm {request.arm}", why)
 
@@ -191,10 +226,12 @@ class Holder:
         tokens = self.meant.tokens(request, completion)
         edits: dict[str, list[Edit]] = {}
         for use in self.meant.point(request).edits:
-            entry = self.meant.program.edits[use.edit]
-            rows = self.meant.rows(entry.tokens, facts, tokens, use.sites)
+            if use.edit in self.meant.program.gates:
+                continue
+            rows = self.meant.acting(use, facts, tokens, completion)
             for site in use.sites:
                 edits.setdefault(site, []).append(self._edit(use, site, rows))
+        self.model.attention = self._layers
         return self.model.forward(tokens, {site: found for site, found in edits.items()}), facts, tokens
 
     def _edit(self, use: PointEdit, site: str, rows: list[int]) -> Edit:
@@ -219,9 +256,13 @@ class _One:
 
     def all(self, sampling: Mapping[str, Any], reads: tuple[str, ...] | None) -> Iterator[Measured | Skipped]:
         arm = self.meant.program.arms[self.request.arm]
-        for name in arm.reads if reads is None else [r for r in arm.reads if r in reads]:
-            yield from self.read(name)
+        listed = dict.fromkeys(map(part_of, arm.reads))
+        for name in listed if reads is None else [r for r in listed if r in reads]:
+            yield from self.pattern(name) if name in self.meant.program.patterns else self.read(name)
         if reads is None:
+            for use in self.meant.point(self.request).edits:
+                if use.edit in self.meant.program.gates:
+                    yield self.gate(use)
             for name in arm.metrics:
                 yield self.metric(name)
             yield from self.logprobs()
@@ -253,6 +294,39 @@ class _One:
             context = Context(self.meant.program, entry, self.meant.program.sites[site], self.model.lens, growth)
             errors = compare(got, want, context) if kept else np.full(1, np.inf)
             yield self._told("read", name, site, errors, rows)
+
+    def pattern(self, name: str) -> Iterator[Measured]:
+        """Attention probabilities, against those of the forward's own softmax."""
+        entry, said = self.meant.program.patterns[name], self.meant.lock["reads"][name]
+        rows = self.meant.rows(Rows.from_json(said["tokens"]), self.facts, self.tokens)
+        compare = READS["pattern"]
+        assert not isinstance(compare, NotChecked)
+        for site, (_, query, _) in entry.sites.items():
+            got = self.completion.record.reads.get((name, site))
+            if got is None or got.positions.tolist() != rows:
+                yield self._told("read", name, site, np.full(min(len(rows), 1) if got is None else 1, np.inf), [])
+                continue
+            whole = self.seen.attention[layer_of(site)][list(entry.heads)][:, rows]
+            want = whole.transpose(1, 0, 2)[:, :, : max(rows, default=-1) + 1].copy()
+            for i, row in enumerate(rows):
+                want[i, :, row + 1 :] = np.nan
+            growth = self.seen.growth[query][rows] if query in self.seen.growth else np.ones(len(rows))
+            read = ReadEntry("rows", (query,), Rows())
+            context = Context(self.meant.program, read, self.meant.program.sites[query], self.model.lens, growth)
+            yield self._told("read", name, site, compare(got, want, context), rows)
+
+    def gate(self, use: PointEdit) -> Measured:
+        """A gate's scores against the reference's, and what it decided against its own scores."""
+        program, name, site = self.meant.program, gate_name(use.edit), use.sites[0]
+        rows = self.meant.rows(program.edits[use.edit].tokens, self.facts, self.tokens, use.sites)
+        told = self.completion.record.gates.get(name)
+        if not rows or told is None or told.positions.tolist() != rows:
+            wrong = bool(rows) or (told is not None and len(told.positions) > 0)
+            return self._told("gate", name, site, np.full(int(wrong), np.inf), [])
+        x, growth = self.seen.before[site][rows].astype(np.float64), self.seen.growth[site][rows]
+        assert use.vector is not None
+        vector = program.load_vector(use.vector, program.sites[site]).astype(np.float64)
+        return self._told("gate", name, site, off(program.gates[use.edit], use, told, x, vector, growth), rows)
 
     def metric(self, name: str) -> Measured | Skipped:
         entry = self.meant.program.metrics[name]

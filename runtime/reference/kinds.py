@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from vtaps.runtime.program import MetricEntry, Program, ReadEntry, SiteEntry
 from vtaps.runtime.records import ReadRows
+from vtaps.runtime.reference.saes import encode
 from vtaps.runtime.reference.verbs import NotChecked
-from vtaps.runtime.results.tensors import as_float32
+from vtaps.runtime.results.tensors import E4M3, as_float32
 
 Floats = npt.NDArray[Any]
 Errors = npt.NDArray[np.float64]
@@ -36,9 +37,31 @@ class Context:
 
 
 def field(rows: ReadRows, name: str) -> Floats:
-    """One field's values; bfloat16 as float32."""
+    """One field's values; bfloat16 and what was stored with a scale as float32."""
     values = rows.values[name]
-    return as_float32(values) if rows.dtype == "bfloat16" and values.dtype == np.uint16 else values
+    if rows.dtype == "bfloat16" and values.dtype == np.uint16:
+        return as_float32(values)
+    if name == "rows" and "scale" in rows.values:
+        numbers = E4M3[values] if rows.dtype == "float8_e4m3" else values.astype(np.float32)
+        whole: Floats = numbers * rows.values["scale"][:, None]
+        return whole
+    return values
+
+
+def rounding(rows: ReadRows, want: Floats) -> Floats:
+    """How far each number that is stored in fewer bits may be from ``want``, float64 of its shape: half of the distance
+    to the next one that the dtype has, by IEEE 754's and OCP's definitions of float16 and float8."""
+    size = np.abs(want.astype(np.float64))
+    largest_of = size.max(-1, keepdims=True, initial=0.0)
+    scaled = "scale" in rows.values
+    if rows.dtype == "float8_e4m3" and scaled:
+        coarse: Floats = np.maximum(size / 16, largest_of / (448 * 1024))
+        return coarse
+    if rows.dtype != "float16":
+        return np.zeros_like(size)
+    least = np.maximum(size / 2048, largest_of * 2.0**-40 if scaled else 2.0**-25)
+    # What float16 cannot hold is infinite there.
+    return least if scaled else np.where(size > 65504, np.inf, least)
 
 
 def apart(got: Floats, want: Floats, size: Errors) -> Errors:
@@ -56,7 +79,19 @@ def largest(rows: Floats) -> Errors:
 
 
 def _rows(got: ReadRows, want: Floats, of: Context) -> Errors:
-    return apart(field(got, "rows"), want, largest(want) * of.growth)
+    return _stored(field(got, "rows"), want, rounding(got, want), largest(want) * of.growth)
+
+
+def _stored(got: Floats, want: Floats, allowed: Floats, size: Errors) -> Errors:
+    """:func:`apart`, where each number may be off by what is ``allowed``."""
+    if got.shape != want.shape or not allowed.any():
+        return apart(got, want, size)
+    wide = want.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        off = np.maximum(np.abs(got.astype(np.float64) - wide) - allowed, 0.0)
+    # Infinite where that is right.
+    off = np.where(np.isinf(got) & (np.sign(got) == np.sign(wide)) & np.isinf(allowed), 0.0, off)
+    return apart(off, np.zeros_like(off), size)
 
 
 def _mean(got: ReadRows, want: Floats, of: Context) -> Errors:
@@ -114,6 +149,43 @@ def _lens(got: ReadRows, want: Floats, of: Context) -> Errors:
     return worst
 
 
+def _features(got: ReadRows, want: Floats, of: Context) -> Errors:
+    sae = of.program.load_sae("verify", str(of.entry.sae), of.site)
+    found = encode(sae, want.astype(np.float64))
+    ids, values = got.values["ids"].astype(np.int64), field(got, "activations").astype(np.float64)
+    chosen = of.entry.ids
+    if ids.shape != values.shape or ids.shape != (len(want), of.entry.top if chosen is None else len(chosen)):
+        return np.full(max(len(want), 1), np.inf)
+    if chosen is not None:
+        if (ids != np.array(chosen)).any():
+            return np.full(max(len(want), 1), np.inf)
+        apart_by: Errors = found.apart(values, ids).max(1, initial=0.0) / (found.size * of.growth)
+        return apart_by
+    listed = ids >= 0
+    if any(len(set(row[own].tolist())) != own.sum() for row, own in zip(ids, listed, strict=True)):
+        return np.full(max(len(want), 1), np.inf)
+    wrong = np.where(listed, found.apart(values, np.maximum(ids, 0)), np.abs(values))
+    # A feature that the read left out is more active than one that it gave by this much.
+    missed = np.maximum(found.activations - values.min(1, keepdims=True, initial=np.inf), 0.0)
+    missed = np.minimum(missed, np.maximum(found.off, 0.0))
+    for row, own in enumerate(listed):
+        missed[row, ids[row, own]] = 0.0
+    worst: Errors = np.maximum(wrong.max(1, initial=0.0), missed.max(1, initial=0.0)) / (found.size * of.growth)
+    return worst
+
+
+def _pattern(got: ReadRows, want: Floats, of: Context) -> Errors:
+    """``want`` ``[n, heads, keys]``, NaN behind each row's own position: of probabilities the whole is 1."""
+    found = field(got, "pattern")
+    count = got.values["keys"].astype(np.int64)
+    if found.shape != want.shape or (count != (~np.isnan(want[:, 0])).sum(-1)).any():
+        return np.full(max(len(want), 1), np.inf)
+    behind = np.isnan(want)
+    if (np.isnan(found) != behind).any():
+        return np.full(len(want), np.inf)
+    return apart(np.where(behind, 0.0, found), np.where(behind, 0.0, want), of.growth)
+
+
 Comparison = Callable[[ReadRows, Floats, Context], Errors]
 
 READS: Mapping[str, Comparison | NotChecked] = {
@@ -123,8 +195,8 @@ READS: Mapping[str, Comparison | NotChecked] = {
     "project": _project,
     "probe": _probe,
     "lens": _lens,
-    "features": NotChecked("the encoder of a sparse autoencoder is not repeated"),
-    "pattern": NotChecked("it is made of queries and keys after the run"),
+    "features": _features,
+    "pattern": _pattern,
     "python": NotChecked("a function of your own is its own definition"),
 }
 """Every kind of read (``vtaps.runtime.program.KINDS``)."""
@@ -139,12 +211,20 @@ def between(got: ReadRows, other: ReadRows, growth: Errors) -> Errors:
         return np.full(1, np.inf)
     found = []
     for name in other.values:
-        if name in ("ids", "count") and name in got.values:
+        if name in ("ids", "count", "scale") and name in got.values:
             continue
         a, b = field(got, name), field(other, name)
         if len(b) and b.dtype.kind in "fiub":
             grown = growth if len(growth) == len(b) else np.full(len(b), growth.max(initial=1.0))
-            found.append(apart(a, b, largest(b) * grown))
+            if name == "pattern" and a.shape == b.shape:
+                # NaN behind each row's own position; of probabilities the whole is 1.
+                same = np.isnan(a) & np.isnan(b)
+                found.append(apart(np.where(same, 0.0, a), np.where(same, 0.0, b), grown))
+            elif name == "rows":
+                # Either of them was rounded.
+                found.append(_stored(a, b, 2 * rounding(other, b), largest(b) * grown))
+            else:
+                found.append(apart(a, b, largest(b) * grown))
     worst: Errors = np.maximum.reduce(found) if found else np.zeros(0)
     return worst
 

@@ -13,6 +13,7 @@ from typing import Any
 from vtaps.runtime.program import (
     ArmEntry,
     EditEntry,
+    GateEntry,
     MetricEntry,
     OverrideEntry,
     Point,
@@ -24,11 +25,12 @@ from vtaps.spec.rows import Rows
 
 KNOWN: Mapping[type, frozenset[str]] = {
     EditEntry: frozenset(
-        {"verb", "sites", "tokens", "vectors", "keep_norm", "matrices", "python", "sae", "value", "slots"}
+        {"verb", "sites", "tokens", "vectors", "keep_norm", "matrices", "python", "sae", "value", "when", "slots"}
     ),
-    PointEdit: frozenset({"edit", "sites", "coefficient", "vector", "low", "high", "feature"}),
+    PointEdit: frozenset({"edit", "sites", "coefficient", "vector", "low", "high", "feature", "position"}),
+    GateEntry: frozenset({"cosine", "reduce"}),
     ReadEntry: frozenset(
-        {"kind", "sites", "tokens", "vectors", "top", "ids", "step_rows", "requests", "python", "sae"}
+        {"kind", "sites", "tokens", "vectors", "top", "ids", "step_rows", "requests", "python", "sae", "store"}
     ),
     MetricEntry: frozenset({"kind", "ids", "tokens"}),
     OverrideEntry: frozenset({"ids"}),
@@ -39,11 +41,7 @@ KNOWN: Mapping[type, frozenset[str]] = {
     ),
 }  # fmt: skip
 
-NOT_CHECKED: Mapping[tuple[type, str], str] = {
-    (EditEntry, "when"): "what a gate decides is not repeated",
-    (PointEdit, "position"): "a sweep over the edit's rows is not repeated",
-    (ReadEntry, "store"): "rows that are stored in another form are not compared",
-}
+NOT_CHECKED: Mapping[tuple[type, str], str] = {}
 """(entry, field) → why the reference does without it."""
 
 
@@ -65,12 +63,19 @@ def _rows(entry: Any) -> Iterator[Rows]:
         yield from tokens.parts()
 
 
+def gate_name(key: str) -> str:
+    """How the spec calls the gate under a key of :attr:`Program.gates`."""
+    return key.partition(".")[2]
+
+
 def strange_arm(program: Program, arm: str, point: int) -> tuple[str, str, str] | None:
     """(section, name, reason) of the first strange entry of an arm's point, its reads and metrics left aside."""
     chosen = program.point(arm, point)
     entries: list[tuple[str, str, Any]] = [("arm", arm, program.arms[arm]), ("arm", arm, chosen)]
     for use in chosen.edits:
-        entries += [("edit", use.edit, program.edits[use.edit]), ("edit", use.edit, use)]
+        section, name = ("gate", gate_name(use.edit)) if use.edit in program.gates else ("edit", use.edit)
+        entries += [(section, name, program.edits[use.edit]), (section, name, use)]
+        entries += [(section, name, program.gates[use.edit])] if use.edit in program.gates else []
     entries += [("override", name, program.overrides[name]) for name in chosen.overrides]
     return next(
         ((section, name, told) for section, name, entry in entries if (told := strange(entry)) is not None), None

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vtaps.runtime.program import EditEntry, PointEdit, Program, SiteEntry
+from vtaps.runtime.reference.saes import decode, encode
 from vtaps.spec.rows import Interval
 
 Floats = npt.NDArray[np.float64]
@@ -119,6 +120,16 @@ def _feature(x: Floats, use: Use) -> Floats:
     return x + np.outer(use.coefficient - activation, decoder)
 
 
+def _reconstruct(x: Floats, use: Use) -> Floats:
+    assert use.edit.sae is not None and use.point.feature is not None
+    path, does = use.edit.sae
+    sae = use.program.load_sae("verify", path, use.site)
+    activations = encode(sae, x).activations
+    before = activations[:, use.point.feature] if does == "by" else 0.0
+    activations[:, use.point.feature] = before + use.coefficient
+    return decode(sae, activations)
+
+
 Formula = Callable[[Floats, Use], Floats]
 
 VERBS: Mapping[str, Formula | NotChecked] = {
@@ -130,12 +141,13 @@ VERBS: Mapping[str, Formula | NotChecked] = {
     "clamp": _clamp,
     "affine": _affine,
     "feature": _feature,
+    "reconstruct": _reconstruct,
     "put": NotChecked("rows of another request are not in the forward of this one"),
     "python": NotChecked("a function of your own is its own definition"),
 }
 """Every verb of the language (``vtaps.runtime.program.VERBS``): a new one is registered here."""
 
-REPLACES = ("zero", "set")
+REPLACES = ("zero", "set", "reconstruct")
 """Verbs after which nothing is left of what the row held."""
 
 

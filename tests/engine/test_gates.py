@@ -59,9 +59,17 @@ EDITS: dict[str, dict[str, Any]] = {
     "steer": {"verb": "add", "sites": ["resid_post[0]"], "tokens": {"rows": "generated"}, "when": "most"},
     "turn": {"verb": "set", "sites": ["resid_post[2]"], "tokens": {"rows": "generated"}, "when": "mean"},
     "clear": {"verb": "zero", "sites": ["z[1]"], "tokens": {"rows": "generated"}, "when": "last"},
-}
-COEFFICIENT = {"push": 1.0, "shrink": 0.25, "steer": 1.0, "turn": 0.5, "clear": None}
-VECTOR = {"push": "s", "shrink": None, "steer": "t", "turn": "s", "clear": None}
+    "bend": {"verb": "python", "sites": ["resid_post[2]"], "tokens": {"rows": "all"}, "when": "dot",
+             "python": {"file": "bend.py", "function": "bend"}},
+}  # fmt: skip
+BEND = """\
+import torch
+
+def bend(rows, at):
+    return 0.5 * rows + 0.01 * torch.from_numpy(at.positions).to(rows)[:, None]
+"""
+COEFFICIENT = {"push": 1.0, "shrink": 0.25, "steer": 1.0, "turn": 0.5, "clear": None, "bend": None}
+VECTOR = {"push": "s", "shrink": None, "steer": "t", "turn": "s", "clear": None, "bend": None}
 BOTH = ("push", "shrink", "clear")
 SIZES = (3, 21, 122)
 
@@ -128,6 +136,7 @@ def engine(
         return made
 
     folder = tmp_path_factory.mktemp("case")
+    (folder / "bend.py").write_text(BEND)
     lock, block = write_case(
         folder, model,
         gates=GATES,
@@ -203,7 +212,8 @@ def test_gates_decide_in_one_batch(engine: Engine, model: Path, above: dict[str,
                 acted[edit] = here
                 rows = torch.from_numpy(here)
                 v = torch.from_numpy(vector(VECTOR[edit], site) * COEFFICIENT[edit]).float() if VECTOR[edit] else 0.0
-                new = {"add": x + v, "scale": x * (COEFFICIENT[edit] or 0.0), "set": 0 * x + v, "zero": 0 * x}
+                new = {"add": x + v, "scale": x * (COEFFICIENT[edit] or 0.0), "set": 0 * x + v, "zero": 0 * x,
+                       "python": 0.5 * x + 0.01 * torch.arange(len(x))[:, None]}  # fmt: skip
                 x[rows] = new[EDITS[edit]["verb"]][rows]
             return x
 

@@ -59,6 +59,14 @@ SELECTORS: tuple[dict[str, Any] | str, ...] = (
 PROMPTS = {"short": "a b", "long": "the b is longer than windows and steps"}
 
 
+OF_SAE = ("feature", "reconstruct")
+
+
+def spelled(verb: str) -> str:
+    """How a spec names it."""
+    return "feature" if verb == "reconstruct" else verb
+
+
 @dataclass(frozen=True)
 class Case:
     verb: str
@@ -81,7 +89,7 @@ def cases() -> list[Case]:
             site, width = sites[rng.integers(len(sites))]
             fields = dict(_fields(verb, width, rng))
             narrow = rng.integers(3)
-            if verb == "feature":
+            if verb in OF_SAE:
                 narrow = 0
             if narrow and kind in WITH_HEADS:
                 fields["heads"] = [int(rng.integers(width // HEAD_DIM))]
@@ -89,7 +97,7 @@ def cases() -> list[Case]:
                 fields["dims"] = [0, "3..20", 31]
             prompt = ("short", "long")[rng.integers(2)]
             tokens = SELECTORS[rng.integers(len(SELECTORS))]
-            found.append(Case(verb, kind, site, width, {"at": site, "tokens": tokens, verb: fields}, prompt))
+            found.append(Case(verb, kind, site, width, {"at": site, "tokens": tokens, spelled(verb): fields}, prompt))
     return found
 
 
@@ -98,8 +106,9 @@ def _fields(verb: str, width: int, rng: np.random.Generator) -> dict[str, Any]:
     vector = str(rng.choice(["x", "y"]))
     if verb == "affine":
         return {"down": f"down{width}", "up": f"up{width}", "scale": scale} | ({"bias": "bias"} if scale > 0 else {})
-    if verb == "feature":
-        return {"sae": f"sae{width}", "index": int(rng.integers(FEATURES)), "to" if scale > 0 else "by": scale}
+    if verb in OF_SAE:
+        fields = {"sae": f"sae{width}", "index": int(rng.integers(FEATURES)), "to" if scale > 0 else "by": scale}
+        return fields | ({"error": "drop"} if verb == "reconstruct" else {})
     return {
         "add": {"vector": vector, "scale": scale} | ({"keep_norm": True} if rng.integers(2) else {}),
         "scale": {"by": scale},
@@ -118,6 +127,7 @@ READ: dict[str, dict[str, Any]] = {
     "project": {"project": {"vectors": ["x", "y"]}},
     "probe": {"probe": {"weight": "x"}},
     "lens": {"lens": {"top": 5}},
+    "features": {"features": {"sae": f"sae{WIDTH}", "top": 3}},
 }
 
 
@@ -152,7 +162,7 @@ def spec(folder: Path, mode: str) -> Path:
             **{name: {"file": "affine.safetensors", "tensor": name} for name in tensors
                if any(name in json.dumps(c.edit) for c in CASES)},
         },
-        "saes": {f"sae{width}": {"dir": f"sae{width}"} for width in {c.width for c in CASES if c.verb == "feature"}},
+        "saes": {f"sae{width}": {"dir": f"sae{width}"} for width in {c.width for c in CASES if c.verb in OF_SAE}},
         "reads": {name: read for name, read in reads.items() if name in used},
         "edits": {case.name: case.edit for case in CASES},
         "metrics": {"e": {"logprob": "e", "tokens": "sampling"},
@@ -218,7 +228,7 @@ def test_the_cases_cover_the_language() -> None:
     assert {(c.verb, c.kind) for c in CASES} == {(v, k) for v, f in VERBS.items() if callable(f) for k in KINDS}
     assert len({json.dumps(c.edit["tokens"]) for c in CASES}) == len(SELECTORS)
     assert set(READ) == {kind for kind, comparison in READS.items() if callable(comparison)}
-    forms = {frozenset(c.edit[c.verb]) & {"heads", "dims"} for c in CASES}
+    forms = {frozenset(c.edit[spelled(c.verb)]) & {"heads", "dims"} for c in CASES}
     assert forms == {frozenset(), frozenset({"heads"}), frozenset({"dims"}), frozenset({"heads", "dims"})}
 
 

@@ -13,9 +13,10 @@ pytest.importorskip("vllm")
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from tests.engine.case import HEAD_DIM, LAYERS, ON_GPU_YAML, VOCAB, tiny_llama  # noqa: E402
+from tests.engine.case import HEAD_DIM, LAYERS, ON_GPU_YAML, VOCAB, WIDTH, tiny_llama  # noqa: E402
 from tests.engine.runs import Run, run_spec  # noqa: E402
 from tests.engine.twin import Change, Edit, Seen, Twin  # noqa: E402
+from vtaps.spec.vectors import draw  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -44,8 +45,12 @@ reads:
 vectors:
   whole:   {{read: clean.mu}}
   between: {{read: clean.mu, minus: base.mu, norm: 2.0}}
+  seen:    {{random: {{seed: 1, norm: 1.0}}}}
   single:  {{read: alone.own}}
+gates:
+  there:  {{at: "resid_post[0]", tokens: all, project: seen, above: 0.0, holds: row}}
 edits:
+  some:   {{at: "resid_post[1, 2]", tokens: prompt, set: {{rows: clean.stream}}, when: there}}
   push:   {{at: "resid_post[1, 2]", tokens: all, add: {{vector: whole, scale: 0.5}}}}
   out:    {{at: "resid_post[2]", tokens: prompt, project_out: {{vectors: [between]}}}}
   fill:   {{at: "resid_post[1]", tokens: {{positions: [0]}}, set: {{vector: single}}}}
@@ -63,6 +68,7 @@ arms:
   swapped: {{prompts: [corrupted], edits: [swap], reads: [stream, heads], metrics: [diff]}}
   clean:   {{prompts: [clean], reads: [stream, heads, mu], metrics: [diff]}}
   base:    {{prompts: [corrupted], reads: [stream, mu], metrics: [diff]}}
+  some:    {{prompts: [corrupted], edits: [some], reads: [stream]}}
   pushed:  {{prompts: [corrupted], edits: [push], reads: [stream]}}
   outed:   {{prompts: [corrupted], edits: [out], reads: [stream]}}
   filled:  {{prompts: [corrupted], edits: [fill], reads: [stream, dots]}}
@@ -169,6 +175,27 @@ def test_what_was_set_is_what_was_kept_to_the_bit(run: Run) -> None:
         _, put_there = run.read("stream", case, "resid_post[2]")
         _, kept = run.read("heads", run.cases("swapped")[name], "resid_post[2]")
         np.testing.assert_array_equal(put_there[case.prompt - 1], kept[-1])
+
+
+def test_a_gate_chooses_the_rows_that_are_set(run: Run, twin: Twin) -> None:
+    direction = draw(1, 1.0, 0, WIDTH).astype(np.float64)
+    passed = []
+    for name, case in run.cases("some").items():
+        scores = twin.forward(case.fed).values["resid_post[0]"].astype(np.float64) @ direction
+        assert np.abs(scores).min() > 10 * TOLERANCE, "a score lies within rounding of the bound"
+        rows = [p for p in range(case.prompt) if scores[p] > 0]
+        clean = twin.forward(IDS["clean"][name])
+        seen = twin.forward(
+            case.fed, [Edit(at, rows, put(clean.values[at][rows])) for at in ("resid_post[1]", "resid_post[2]")]
+        )
+        assert case.generated == seen.greedy(case.prompt)
+        for layer in range(LAYERS):
+            _, found = run.read("stream", case, f"resid_post[{layer}]")
+            np.testing.assert_allclose(found, seen.values[f"resid_post[{layer}]"], atol=TOLERANCE)
+        [row] = [r for r in run.rows if r["arm"] == "some" and r["prompt"] == name]
+        assert (row["fired.some"], row["expected.some"]) == (len(rows), case.prompt)
+        passed.append((len(rows), case.prompt))
+    assert any(0 < some < size for some, size in passed), passed
 
 
 def mean_of(run: Run, twin: Twin, arm: str, at: str) -> tuple[np.ndarray, int]:

@@ -30,7 +30,7 @@ from tests.engine.case import (  # noqa: E402
     use,
     write_case,
 )
-from tests.saes import activations, write_sae  # noqa: E402
+from tests.saes import activations, drawn_npz, reconstruction, save_npz, write_sae  # noqa: E402
 from vtaps.runtime.engine import Engine  # noqa: E402
 from vtaps.spec.vectors import draw  # noqa: E402
 
@@ -50,8 +50,16 @@ MATRICES = {
     "c": RNG.normal(size=3).astype(np.float32),
 }
 Floats = np.ndarray[Any, Any]
-SAES = {"standard": {}, "jumprelu": {"apply_b_dec_to_input": False}, "topk": {"k": 4}}
-"""Architecture → entries of its configuration."""
+SCOPE = "scope.npz"
+UNCENTRED = ("jumprelu", SCOPE)
+SAES = {
+    "standard": {},
+    "jumprelu": {"apply_b_dec_to_input": False},
+    "topk": {"k": 4},
+    "gated": {},
+    SCOPE: {"npz": True},
+}
+"""Architecture, or file → entries of its configuration."""
 FEATURES, SIZE = 48, 0.5
 TOP, IDS = 6, [47, 3, 0]
 WEIGHT, BIAS = RNG.normal(size=(5, WIDTH)).astype(np.float32), RNG.normal(size=5).astype(np.float32)
@@ -95,6 +103,15 @@ USES = {
                {"coefficient": 0.0, "feature": 0}),
     "moved": Use("feature", "resid_post[0]", "sampling", {"sae": {"dir": "topk", "does": "by"}},
                  {"coefficient": -1.5, "feature": FEATURES - 1}),
+    "gated": Use("feature", "resid_post[0]", "all", {"sae": {"dir": "gated", "does": "to"}},
+                 {"coefficient": 2.0, "feature": 5}),
+    "scope": Use("feature", "resid_post[2]", "prompt", {"sae": {"file": SCOPE, "does": "to"}},
+                 {"coefficient": 1.5, "feature": 7}),
+    "drop": Use("reconstruct", MID, "all", {"sae": {"dir": "topk", "does": "to"}}, {"coefficient": 2.0, "feature": 3}),
+    "drop_gated": Use("reconstruct", "resid_post[0]", "generated", {"sae": {"dir": "gated", "does": "by"}},
+                      {"coefficient": 0.0, "feature": 0}),
+    "drop_scope": Use("reconstruct", "resid_post[2]", "sampling", {"sae": {"file": SCOPE, "does": "by"}},
+                      {"coefficient": -1.0, "feature": 11}),
     "keep": Use("add", MID, "all", {"keep_norm": True}, {"coefficient": 0.7, "vector": "r"}),
     "keep_some": Use("add", "resid_post[2]", "generated", {"keep_norm": True}, {"coefficient": -2.0, "vector": "s"},
                      ((3, 40), (100, 128))),
@@ -103,6 +120,14 @@ USES = {
 
 
 SAE_TENSORS: dict[str, dict[str, Floats]] = {}
+
+
+def sae_of(use: Use) -> str:
+    return str(use.more["sae"].get("dir") or use.more["sae"]["file"])
+
+
+def name_of(kind: str) -> str:
+    return kind.removesuffix(".npz")
 
 
 def formula(use: Use, x: Floats, layer: int) -> Floats:
@@ -126,12 +151,17 @@ def formula(use: Use, x: Floats, layer: int) -> Floats:
         bias = MATRICES["c"].astype(np.float64) if len(use.more["matrices"]) == 3 else 0.0
         out = x + use.point["coefficient"] * (own @ a.T + bias) @ b
     elif use.verb == "feature":
-        sae, index = SAE_TENSORS[use.more["sae"]["dir"]], use.point["feature"]
-        by = use.point["coefficient"]
+        kind, index, by = sae_of(use), use.point["feature"], use.point["coefficient"]
+        sae = SAE_TENSORS[kind]
         if use.more["sae"]["does"] == "to":
-            kind = use.more["sae"]["dir"]
-            by = by - activations(sae, x, centred=kind != "jumprelu")[:, [index]]
+            by = by - activations(sae, x, centred=kind not in UNCENTRED)[:, [index]]
         out = x + by * sae["W_dec"][index]
+    elif use.verb == "reconstruct":
+        kind, index = sae_of(use), use.point["feature"]
+        active = activations(SAE_TENSORS[kind], x, k=SAES[kind].get("k"), centred=kind not in UNCENTRED)
+        active[:, index] *= use.more["sae"]["does"] == "by"
+        active[:, index] += use.point["coefficient"]
+        out = reconstruction(SAE_TENSORS[kind], active)
     elif use.verb == "clamp":
         u = vector(use.point["vector"])
         u = u / np.linalg.norm(u)
@@ -157,6 +187,9 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
     # As LoRA keeps them: the second one has the width first.
     save_file({"a": MATRICES["a"], "b": MATRICES["b"].T.copy(), "c": MATRICES["c"]}, folder / "low_rank.safetensors")
     for number, (kind, said) in enumerate(SAES.items()):
+        if kind == SCOPE:
+            SAE_TENSORS[kind] = save_npz(folder / kind, drawn_npz(WIDTH, FEATURES, seed=number, size=SIZE))
+            continue
         SAE_TENSORS[kind] = write_sae(folder / kind, kind, WIDTH, FEATURES, seed=number, size=SIZE, **said)
     save_file({"w": WEIGHT.T.copy(), "b": BIAS}, folder / "probe.safetensors")
     lock, block = write_case(
@@ -172,7 +205,7 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
             "stream": {"kind": "rows", "sites": STREAMS, "tokens": {"rows": "all"}},
             "probe": {"kind": "probe", "sites": STREAMS[1:], "tokens": {"rows": "all"}, "vectors": ["w", "bias"]},
             **{
-                f"{kind}_{way}": {
+                f"{name_of(kind)}_{way}": {
                     "kind": "features", "sites": STREAMS[:2], "tokens": {"rows": "all"}, "sae": kind, **said,
                 }
                 for kind in SAES for way, said in (("top", {"top": TOP}), ("ids", {"ids": IDS}))
@@ -184,7 +217,7 @@ def engine(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest
             "w": {"file": "probe.safetensors", "tensor": "w"}, "bias": {"file": "probe.safetensors", "tensor": "b"},
         },
         arms={
-            "base": arm(reads=["stream", "probe", *(f"{kind}_{way}" for kind in SAES for way in ("top", "ids"))]),
+            "base": arm(reads=["stream", "probe", *(f"{name_of(k)}_{way}" for k in SAES for way in ("top", "ids"))]),
             **{
                 name: arm({**use(name, u.site), "coefficient": None, "vector": None, **u.point}, reads=["stream"])
                 for name, u in USES.items()
@@ -246,11 +279,11 @@ def hold_probes(reads: Any, streams: dict[str, Floats]) -> None:
     for kind, said in SAES.items():
         for site in STREAMS[:2]:
             rows, k = streams[site].astype(np.float64), said.get("k")
-            want = activations(SAE_TENSORS[kind], rows, k=k, centred=said.get("apply_b_dec_to_input", True))
-            chosen = reads[f"{kind}_ids", site].values
+            want = activations(SAE_TENSORS[kind], rows, k=k, centred=kind not in UNCENTRED)
+            chosen = reads[f"{name_of(kind)}_ids", site].values
             assert (chosen["ids"] == IDS).all() and chosen["ids"].dtype == np.int32
             np.testing.assert_allclose(chosen["activations"], want[:, IDS], atol=10 * TOLERANCE)
-            found = reads[f"{kind}_top", site].values
+            found = reads[f"{name_of(kind)}_top", site].values
             values = -np.sort(-want, axis=-1)[:, :TOP]
             np.testing.assert_allclose(found["activations"], values, atol=10 * TOLERANCE)
             assert found["activations"].dtype == np.float32

@@ -211,6 +211,32 @@ sampling: {temperature: 0, max_tokens: 4, ignore_eos: true}
 """
 
 
+MORE = {
+    "\nreads:\n": """
+gates:
+  near: {at: "resid_post[0]", tokens: all, project: push, above: 0, holds: row}
+  sum: {at: "resid_post[1]", tokens: prompt, cosine: push, reduce: mean, above: -1, holds: request}
+reads:
+  kept: {at: "resid_post[1]", tokens: prompt}
+  attn: {at: "pattern[1]", tokens: prompt, heads: [1, 2]}
+  eighth: {at: "resid_post[2]", tokens: all, store: {dtype: float8_e4m3, scale: per_row}}
+""",
+    "\nedits:\n": """
+edits:
+  calm: {at: "resid_post[1]", tokens: all, scale: {by: 0.5}, when: near}
+  late: {at: "resid_post[0]", tokens: generated, zero: {}, when: sum}
+  cell: {at: "resid_post[2]", tokens: {positions: [0, 1]}, add: {vector: push}}
+  patch: {at: "resid_post[1]", tokens: prompt, set: {rows: base.kept}}
+""",
+    "arms:\n  base: {reads: [": """arms:
+  patched: {edits: [patch], reads: [stream]}
+  gated: {edits: [calm, late], reads: [attn, eighth]}
+  cells: {edits: [cell], sweep: {cell.tokens: each}}
+  base: {reads: [kept, """,
+}
+"""What the reference knows too: gates, patterns, rows in fewer bits, single rows; and what it does not serve."""
+
+
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "COLUMNS": "120"}
     return subprocess.run(
@@ -219,9 +245,12 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def write(folder: Path, length: int = 256, mode: str = "eager", axis: int = -1) -> None:
+def write(folder: Path, length: int = 256, mode: str = "eager", axis: int = -1, more: bool = False) -> None:
     """``axis``: of what the function of a read takes the mean; 0 is that of whatever rows come together."""
     text = SPEC.replace("MODEL", str(tiny("llama"))).replace("LENGTH", str(length)).replace("MODE", mode)
+    for old, new in MORE.items() if more else ():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     (folder / "spec.yaml").write_text(text)
     lines = [
         "def same(rows):",
@@ -234,12 +263,12 @@ def write(folder: Path, length: int = 256, mode: str = "eager", axis: int = -1) 
 
 
 def test_the_command_says_what_it_checked_and_what_not(tmp_path: Path) -> None:
-    write(tmp_path)
-    found = command(tmp_path, "--format", "json", "--limit", "7")
+    write(tmp_path, more=True)
+    found = command(tmp_path, "--format", "json", "--limit", "13")
     assert found.returncode == 0, found.stderr[-3000:]
     told = json.loads(found.stdout)
     jsonschema.validate(told, schemas.load("verify-v1.schema.json"))
-    assert told["ok"] and told["findings"] == [] and (told["requests"], told["total"]) == (7, 8)
+    assert told["ok"] and told["findings"] == [] and (told["requests"], told["total"]) == (13, 16)
     assert told["reference"] == "huggingface" and "gate_up_proj" in told["reason"]
     assert 1 < told["chunk"] < 23
     compared = {(c["what"], c["name"]) for c in told["comparisons"] if c["error"] is not None and c["ok"]}
@@ -247,12 +276,19 @@ def test_the_command_says_what_it_checked_and_what_not(tmp_path: Path) -> None:
         ("read", "stream"), ("edit", "steer"), ("metric", "first"), ("logprobs", ""), ("tokens", ""),
         ("chunked", "stream"), ("chunked", "gate"), ("chunked", "logprobs"), ("chunked", "centred"),
         ("alone", "stream"), ("alone", "gate"), ("alone", "logprobs"),
+        ("gate", "near"), ("gate", "sum"), ("edit", "calm"), ("edit", "late"), ("edit", "cell"),
+        ("read", "attn"), ("chunked", "attn"), ("read", "eighth"), ("chunked", "eighth"),
+        ("read", "kept"), ("chunked", "kept"), ("alone", "kept"),
     }  # fmt: skip
     assert told["isolation"] == {"bits": 2, "differing": []}
-    assert {(f["edit"], f["fired"], f["expected"]) for f in told["fired"]} == {("steer", 12, 12), ("mine", 8, 8)}
+    fired = {f["edit"]: (f["fired"], f["expected"]) for f in told["fired"]}
+    calm, late = fired.pop("calm"), fired.pop("late")
+    assert calm[0] == calm[1] > 0 and late == (6, 6)
+    assert fired.pop("cell") in ((3, 3), (4, 4)) and fired.pop("steer") in ((12, 12), (16, 16))
+    assert fired == {"mine": (8, 8)}
     skipped = {(s["what"], s["name"]): s["reason"] for s in told["not_checked"]}
     assert "gate_up_proj" in skipped["read", "gate"] and "own definition" in skipped["edit", "mine"]
-    assert ("tokens", "arm own") in skipped
+    assert ("tokens", "arm own") in skipped and "sets rows that another request kept" in skipped["arm", "patched"]
 
 
 def test_taps_with_raw_locations_are_held_against_the_eager_engine_and_past_a_bound_is_1(tmp_path: Path) -> None:

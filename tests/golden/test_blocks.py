@@ -141,6 +141,8 @@ def test_structure_ignores_data_and_sees_code(tmp_path: Path, monkeypatch: pytes
 
 def test_a_gates_bounds_are_data_and_what_it_gates_is_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed_cache(tmp_path, monkeypatch)
+    for name in ("edits.py", "sae"):
+        (tmp_path / name).symlink_to(CASES / "gates" / name)
     source = (CASES / "gates" / "spec.yaml").read_text(encoding="utf-8")
 
     def structure(old: str, new: str) -> str:

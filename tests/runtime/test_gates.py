@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.runtime import schedules as sch
 from tests.runtime import toy, toy_program
 from tests.runtime.schedules import Ask, holds
 from tests.runtime.test_cuda import CHUNK, LIMITS, captured
+from tests.saes import activations, reconstruction, save_sae
 from vtaps.runtime import gates as worker_gates
 from vtaps.runtime import ops
 from vtaps.runtime.kernels import sentinel
@@ -54,7 +56,25 @@ EDITS: dict[str, dict[str, Any]] = {
     "lift": {"verb": "add", "sites": ["final"], "tokens": "generated", "when": "end"},
     "rest": {"verb": "add", "sites": ["r1"], "tokens": "generated", "when": "none"},
     "free": {"verb": "scale", "sites": ["final"], "tokens": "steps"},
-}
+    "bend": {"verb": "python", "sites": ["r1", "final"], "tokens": "but", "when": "near",
+             "python": {"file": "bend.py", "function": "bend"}},
+    "flip": {"verb": "python", "sites": ["r2"], "tokens": "generated", "when": "most",
+             "python": {"file": "bend.py", "function": "flip"}},
+    "mirror": {"verb": "reconstruct", "sites": ["r1", "r2"], "tokens": "all", "when": "same",
+               "sae": {"dir": "sae", "does": "by"}},
+}  # fmt: skip
+PYTHON = ("bend", "flip", "mirror")
+"""They are in locks of their own: a CUDA graph of the whole model has no breaks."""
+BEND = """\
+import torch
+
+def bend(rows, at):
+    assert len(rows) == len(at.positions) == len(at.requests) > 0
+    return 0.5 * rows + torch.from_numpy(at.positions).to(rows)[:, None]
+
+def flip(rows):
+    return -rows
+"""
 
 
 def use(name: str, c: float, vector: str | None = None) -> dict[str, Any]:
@@ -93,6 +113,19 @@ ARMS: dict[str, dict[str, Any]] = {
         ],
     },
     "look": {"reads": ["look"], "points": [{}]},
+    "python": {
+        "reads": ["look"],
+        "points": [
+            {
+                "edits": [use("bend", 1.0), {**use("mirror", 0.0), "feature": 3}],
+                "gates": [by("near", 3.0), by("same", below=4.0)],
+            },
+            {
+                "edits": [use("flip", 1.0), {**use("mirror", 2.0), "feature": 5}, use("push", 2.0, "v")],
+                "gates": [by("most", 30.0), by("same", -4.0, 9.0), by("near", 0.0)],
+            },
+        ],
+    },
 }
 
 
@@ -102,7 +135,7 @@ def nobody_is_served_after() -> Iterator[None]:
     ops.serve(None)
 
 
-def lock_of(block: Path, mode: str) -> dict[str, Any]:
+def lock_of(block: Path, mode: str, python: bool) -> dict[str, Any]:
     def spelled(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {name: {**entry, "tokens": SELECTORS[entry["tokens"]]} for name, entry in table.items()}
 
@@ -112,15 +145,19 @@ def lock_of(block: Path, mode: str) -> dict[str, Any]:
         "block": {"digest": "sha256:" + hashlib.sha256(block.read_bytes()).hexdigest(), "structure": "s"},
         "sites": {name: {"width": toy.WIDTH, **toy.SITES[name]} for name in SITES},
         "gates": {name: {"score": "project", **entry} for name, entry in spelled(GATES).items()},
-        "edits": spelled(EDITS),
+        "edits": spelled({name: entry for name, entry in EDITS.items() if python or name not in PYTHON}),
         "reads": {"look": {"kind": "rows", "sites": list(SITES), "tokens": SELECTORS["all"]}},
         "overrides": {"say": {"ids": list(sch.SAY)}},
         "vectors": {name: {"file": f"{name}.npy"} for name in ("v", "w")},
-        "arms": {name: {**arm, "points": [{"edits": [], **p} for p in arm["points"]]} for name, arm in ARMS.items()},
+        "arms": {
+            name: {**arm, "points": [{"edits": [], **p} for p in arm["points"]]}
+            for name, arm in ARMS.items()
+            if python or name != "python"
+        },
     }
 
 
-def write(folder: Path, mode: str) -> Manifest:
+def write(folder: Path, mode: str, python: bool) -> Manifest:
     lines = [
         "from vtaps.runtime import block as vt",
         'BLOCK = vt.Block(spec="", tree="", structure="s", vllm="", architecture="")',
@@ -131,7 +168,7 @@ def write(folder: Path, mode: str) -> Manifest:
         lines += [f"@BLOCK.location({site!r}, **{where!r})", f"def at_{number}(t, hidden{pair}):"]
         lines += [f'    vt.gate(t, "{name}", hidden{pair})' for name, gate in GATES.items() if gate["site"] == site]
         for name, entry in EDITS.items():
-            if site in entry["sites"]:
+            if site in entry["sites"] and (python or name not in PYTHON):
                 when = f", when={entry['when']!r}" if "when" in entry else ""
                 call = "set_" if entry["verb"] == "set" else entry["verb"]
                 lines.append(f'    vt.{call}(t, "{name}", hidden{pair}{when})')
@@ -140,13 +177,18 @@ def write(folder: Path, mode: str) -> Manifest:
     block.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name in ("v", "w"):
         np.save(folder / f"{name}.npy", toy.VECTORS[name])
-    (folder / f"{mode}.json").write_text(json.dumps(lock_of(block, mode)), encoding="utf-8")
+    save_sae(folder / "sae", toy_program.SAE, {"architecture": "jumprelu"})
+    (folder / "bend.py").write_text(BEND, encoding="utf-8")
+    (folder / f"{mode}.json").write_text(json.dumps(lock_of(block, mode, python)), encoding="utf-8")
     return Manifest(block, folder / f"{mode}.json", folder)
 
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
-    return {mode: write(tmp_path_factory.mktemp(mode), mode) for mode in ("eager", "taps")}
+    return {
+        f"{mode}{' with Python' * python}": write(tmp_path_factory.mktemp(mode), mode, python)
+        for mode in ("eager", "taps") for python in (False, True)
+    }  # fmt: skip
 
 
 def selected(tokens: str, ask: Ask, request: int, position: int) -> bool:
@@ -187,6 +229,9 @@ class Oracle:
                     continue
                 if not selected(entry["tokens"], self.ask, self.request, position) or not passed.get(gate, not gate):
                     continue
+                if edit in PYTHON:
+                    x = self.python(edit, x, position)
+                    continue
                 c, name = self.uses[edit]["coefficient"], self.uses[edit]["vector"]
                 x = c * x if name is None else c * toy.VECTORS[name] + (x if entry["verb"] == "add" else 0.0)
             out[site] = x
@@ -197,6 +242,14 @@ class Oracle:
             x = at(f"r{layer}", 0.5 * np.roll(x, 1, -1) + x)
         at("final", 2 * x)
         return out, scores
+
+    def python(self, edit: str, x: Array, position: int) -> Array:
+        """What an edit that Python does makes of a row."""
+        if edit == "mirror":
+            active = activations(toy_program.SAE, x[None])
+            active[:, self.uses[edit]["feature"]] += self.uses[edit]["coefficient"]
+            return reconstruction(toy_program.SAE, active)[0]
+        return -x if edit == "flip" else 0.5 * x + position
 
     def decide(self, times: dict[int, int]) -> dict[str, float]:
         """The scores of the request's gates, by which it is then known what they decided."""
@@ -290,20 +343,24 @@ class Drive:
                 row += 1
 
 
-@pytest.mark.parametrize("mode", ["eager", "taps"])
+@pytest.mark.parametrize("mode", ["eager with Python", "taps", "taps with Python"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
-    case=sch.schedules({"plain": 1, "look": 1, "rows": 2, "request": 2, "all": 1}, budget=st.integers(1, 20)),
+    case=sch.schedules(
+        {"plain": 1, "look": 1, "rows": 2, "request": 2, "all": 1, "python": 2}, budget=st.integers(1, 20)
+    ),
     data=st.data(),
 )
 def test_every_row_is_edited_as_its_gates_decide(
     mode: str, manifests: dict[str, Manifest], case: sch.Schedule, data: st.DataObject
 ) -> None:
     asks, events = case
+    if "Python" not in mode:
+        asks = [replace(ask, arm="look", point=0) if ask.arm == "python" else ask for ask in asks]
     steps = [event.shares for event in events if isinstance(event, sch.Step)]
     rows = max(sum(share.count for share in shares) for shares in steps)
     session = Session(manifests[mode])
-    inside = toy.compiled if mode == "taps" else None
+    inside = toy.compiled if "taps" in mode else None
     drive = Drive(toy.Worker(session, asks, Limits(rows + 2, max(map(len, steps)), rows), inside=inside))
     for event in events:
         late, padding = data.draw(st.booleans(), "late"), data.draw(st.integers(0, 2), "padding")

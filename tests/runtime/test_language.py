@@ -39,8 +39,10 @@ INTERPRETER = pytest.param(
     "interpreter", marks=pytest.mark.skipif(CUDA or not TRITON, reason="needs triton, and no GPU")
 )
 
-FORMULAS = sorted(verb for verb, formula in VERBS.items() if callable(formula) and verb != "feature")
-"""A feature's numbers come out of files: ``tests/runtime/test_sae.py``."""
+FORMULAS = sorted(
+    verb for verb, formula in VERBS.items() if callable(formula) and verb not in ("feature", "reconstruct")
+)
+"""What an SAE does comes out of files: ``tests/runtime/test_sae.py``."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPS = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 """Half a unit in the last place, as a share of the value."""

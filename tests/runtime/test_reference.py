@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
+import torch
 
-from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, PointEdit, Program, SiteEntry
-from vtaps.runtime.records import ReadRows
-from vtaps.runtime.reference import kinds, known, places, verbs
+from tests.saes import activations, save_sae, write_sae
+from vtaps.runtime.narrow import narrowed
+from vtaps.runtime.program import KINDS, METRICS, VERBS, EditEntry, GateEntry, PointEdit, Program, SiteEntry
+from vtaps.runtime.records import ReadRows, Scores
+from vtaps.runtime.reference import gates, kinds, known, places, saes, verbs
 from vtaps.spec import spec
 from vtaps.spec.alias_tables import TABLES
 from vtaps.spec.rows import Rows
-from vtaps.spec.saes import Feature
+from vtaps.spec.saes import Feature, open_sae
+from vtaps.spec.store import Store
+from vtaps.spec.tensor_files import Mapped
 
 SITE = SiteEntry("here", "m", None, None, None, None, 0, 4)
 
 
 def test_every_verb_has_a_formula_or_a_reason() -> None:
-    assert set(verbs.VERBS) == set(VERBS) == {*get_args(spec.Verb), "put"}
+    assert set(verbs.VERBS) == set(VERBS) == {*get_args(spec.Verb), "put", "reconstruct"}
     for formula in verbs.VERBS.values():
         assert callable(formula) or formula.reason
 
@@ -66,9 +71,9 @@ def test_a_field_that_nobody_knows_is_no_silence() -> None:
         patch.setattr(known, "KNOWN", {**known.KNOWN, Louder: known.KNOWN[EditEntry]})
         assert known.strange(louder) == "volume is not known to the reference"
         assert known.strange(replace(louder, volume=None)) is None
-        assert (
-            known.strange(EditEntry("zero", ("here",), Rows(), when="gates.g")) == "what a gate decides is not repeated"
-        )
+        # A field that has a reason says it.
+        patch.setattr(known, "NOT_CHECKED", {(Louder, "volume"): "it is only loud"})
+        assert known.strange(louder) == "it is only loud"
 
 
 def test_every_alias_of_every_table_has_a_place() -> None:
@@ -111,7 +116,17 @@ def use(verb: Any, vectors: dict[str, list[float]] | None = None, columns: Any =
 
 
 class SAE:
-    """Feature 7: twice the second column less 1, where that is above 2; it writes the third."""
+    """Feature 7: twice the second column less 1, where that is above 2; it writes the third.  As a whole: two features
+    of a jumprelu SAE, the first column above 1, less the first b_dec, and the fourth."""
+
+    architecture, centred, k = "jumprelu", True, None
+    tensors: ClassVar[dict[str, Mapped]] = {
+        name: Mapped("F32", np.shape(values), np.array(values, np.float32))
+        for name, values in {
+            "W_enc": [[1, 0], [0, 0], [0, 0], [0, 2]], "b_enc": [0, -1], "threshold": [1, 0.5],
+            "W_dec": [[0, 3, 0, 0], [0, 0, 1, 0]], "b_dec": [0.5, 0, 0, 1],
+        }.items()
+    }  # fmt: skip
 
     @staticmethod
     def feature(index: int) -> Feature:
@@ -141,6 +156,10 @@ CASES: dict[str, tuple[verbs.Use, list[float], list[float]]] = {
     "feature to, active": (use("feature", sae=("s", "to"), c=4.0, feature=7), [1, 2, 0, 1], [1, 2, 1, 1]),
     "feature to, idle": (use("feature", sae=("s", "to"), c=4.0, feature=7), [1, 1.5, 0, 1], [1, 1.5, 4, 1]),
     "feature by": (use("feature", sae=("s", "by"), c=4.0, feature=7), [1, 2, 0, 1], [1, 2, 4, 1]),
+    # Activations: 2.5 − 0.5 above 1, and 2 · (2 − 1) − 1 above 0.5.
+    "reconstruct": (use("reconstruct", sae=("s", "by"), c=0.0, feature=1), [2.5, 9, 9, 2], [0.5, 6, 1, 1]),
+    "reconstruct to": (use("reconstruct", sae=("s", "to"), c=4.0, feature=0), [1.5, 9, 9, 1.6], [0.5, 12, 0, 1]),
+    "reconstruct by": (use("reconstruct", sae=("s", "by"), c=-3.0, feature=0), [1.4, 9, 9, 2], [0.5, -9, 1, 1]),
     "affine, no bias": (use("affine", V, c=1.0, matrices=["v", "w"]), [0, 1, 0, 0], [12, 1, 16, 0]),
 }  # fmt: skip
 
@@ -184,6 +203,123 @@ def test_a_lens_that_left_a_token_out_is_off_by_its_lead() -> None:
     compare: Any = kinds.READS["lens"]
     assert told([1, 2])[0] < 1e-12
     assert told([1, 3])[0] == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("kind", ["standard", "jumprelu", "topk", "gated"])
+def test_features_are_held_against_the_formula_and_what_was_left_out(kind: str, tmp_path: Path) -> None:
+    tensors = write_sae(tmp_path / "s", kind, 16, 40, **({"k": 5} if kind == "topk" else {}))
+    rows = np.random.default_rng(2).normal(size=(6, 16)).astype(np.float32)
+    want = activations(tensors, rows.astype(np.float64), k=5 if kind == "topk" else None)
+    order = np.argsort(-want, axis=1)[:, :3]
+    compare: Any = kinds.READS["features"]
+
+    def told(given: Any, values: Any, **asked: Any) -> Any:
+        entry = replace(spec_read("features", sae="s", **asked).entry, sae="s")
+        program = parse_sae(tmp_path)
+        context = kinds.Context(program, entry, SITE, lambda x: x, np.ones(len(rows)))
+        got = {"ids": np.array(given, np.int32), "activations": np.array(values, np.float32)}
+        return compare(ReadRows(np.arange(len(rows)), got, "float32"), rows, context)
+
+    top = np.take_along_axis(want, order, 1)
+    assert told(order, top, top=3).max() < 1e-6
+    assert told(order, top * 1.01, top=3).min() > 1e-4
+    # The second was left out, and the fourth stands in its place.
+    other = np.argsort(-want, axis=1)[:, [0, 2, 3]]
+    assert told(other, np.take_along_axis(want, other, 1), top=3).max() > 1e-3
+    assert told(order[:, [0, 0, 1]], top[:, [0, 0, 1]], top=3).min() == np.inf
+    assert told(np.full((6, 3), -1), np.zeros((6, 3)), top=3).min() > 1e-3
+    assert told(order[:, :2], top[:, :2], top=3).min() == np.inf
+    chosen = (39, 0, 7)
+    assert told([chosen] * 6, want[:, chosen], ids=chosen).max() < 1e-6
+    assert told([chosen] * 6, want[:, chosen] + 0.5, ids=chosen).min() > 1e-3
+    assert told([(0, 39, 7)] * 6, want[:, chosen], ids=chosen).min() == np.inf
+
+
+def parse_sae(folder: Path) -> Program:
+    class Given(Program):
+        def load_sae(self, entry: str, path: str, site: SiteEntry) -> Any:
+            return open_sae(folder, path)
+
+    return Given(folder, "", "", {}, "", {"here": SITE}, {}, {}, {}, {}, {}, {}, None)
+
+
+def test_a_feature_on_its_edge_may_stand_on_either_side(tmp_path: Path) -> None:
+    tensors = write_sae(tmp_path / "s", "jumprelu", 16, 8)
+    row = np.random.default_rng(0).normal(size=16)
+    p = (row - tensors["b_dec"]) @ tensors["W_enc"] + tensors["b_enc"]
+    index = int(p.argmax())
+    tensors["threshold"][index] = np.float32(p[index] * (1 - 1e-6))
+    save_sae(tmp_path / "s", tensors, {"architecture": "jumprelu"})
+    found = saes.encode(open_sae(tmp_path, "s"), row[None])
+    for given, off in ((p[index], 1e-4), (0.0, 1e-4)):
+        assert found.apart(np.array([[given]]), np.array([[index]]))[0, 0] < off
+    assert found.apart(np.array([[0.5 * p[index]]]), np.array([[index]]))[0, 0] > 0.1
+
+
+GATE_ROWS = np.array([[3.0, 0, 4, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
+ALONG = np.array([0.0, 0, 2, 0])
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+@pytest.mark.parametrize("reduce", [None, "max", "mean", "last"])
+def test_a_gate_by_hand(cosine: bool, reduce: Any) -> None:
+    scores = [0.8, 0.0, 0.0] if cosine else [8.0, 0.0, 0.0]
+    value = None if reduce is None else {"max": scores[0], "mean": sum(scores) / 3, "last": 0.0}[reduce]
+    entry, use_ = GateEntry(cosine, reduce), PointEdit("gates.g", ("here",), None, "v", 0.1)
+    passed = [True, False, False] if reduce is None else [reduce != "last"] * 3
+
+    def told(scores: list[float], passed: list[bool], value: float | None = value) -> float:
+        given = Scores(np.arange(3), np.array(scores, np.float32), np.array(passed), value)
+        return float(gates.off(entry, use_, given, GATE_ROWS, ALONG, np.ones(3)).max())
+
+    assert told(scores, passed) < 1e-6
+    assert told([scores[0] * 1.01, 0, 0], passed) == pytest.approx(0.008, rel=1e-3)
+    assert told(scores, [not p for p in passed]) == np.inf
+    assert told(scores, [passed[0], True, passed[2]]) == np.inf or reduce in ("max", "mean")
+    if value is not None:
+        assert told(scores, [value + 1 > 0.1] * 3, value + 1.0) > 0.09
+        assert told(scores, [False] * 3, None) == np.inf
+
+
+def test_rows_that_are_stored_in_fewer_bits_may_be_off_by_half_a_step() -> None:
+    rng = np.random.default_rng(0)
+    want = rng.normal(size=(5, 64)) * 10.0 ** rng.integers(-9, 4, (5, 64))
+    want[0, 0], want[1, 1] = 1e6, -1e6
+    compare: Any = kinds.READS["rows"]
+
+    def told(dtype: str | None, scaled: bool, change: float = 0.0) -> Any:
+        fields, name = narrowed(torch.from_numpy(want * (1 + change)).float()[:, None], Store(dtype, scaled))
+        values = {field: v[:, 0].view(torch.uint16).numpy() if v.dtype == torch.bfloat16 else v[:, 0].numpy()
+                  for field, v in fields.items()}  # fmt: skip
+        return compare(ReadRows(np.arange(5), values, name), want, replace(spec_read("rows"), growth=np.ones(5)))
+
+    for dtype, scaled in ((None, False), ("float16", False), ("float16", True), ("float8_e4m3", True)):
+        assert told(dtype, scaled).max() < 1e-6, (dtype, scaled)
+        assert told(dtype, scaled, 0.2)[2:].min() > 0.05, (dtype, scaled)
+    assert told("bfloat16", False).max() < 2**-8
+    # Only what float16 cannot hold may be infinite.
+    low = ReadRows(np.arange(1), {"rows": np.array([[np.inf, 1.0]], np.float16)}, "float16")
+    assert compare(low, np.array([[1e4, 1.0]]), spec_read("rows")).tolist() == [np.inf]
+
+
+def test_a_pattern_is_held_to_its_own_position() -> None:
+    compare: Any = kinds.READS["pattern"]
+    want = np.array([[[1.0, np.nan], [1.0, np.nan]], [[0.25, 0.75], [0.5, 0.5]]])
+    context = replace(spec_read("rows"), growth=np.ones(2))
+
+    def told(pattern: Any, keys: list[int]) -> Any:
+        return compare(ReadRows(np.arange(2), {"pattern": pattern, "keys": np.array(keys)}, "float32"), want, context)
+
+    assert told(want.astype(np.float32), [1, 2]).max() == 0
+    assert told(want, [2, 2]).min() == np.inf
+    assert told(np.nan_to_num(want), [1, 2]).min() == np.inf
+    off = want.copy()
+    off[1, 0] = [0.26, 0.74]
+    np.testing.assert_allclose(told(off, [1, 2]), [0, 0.01])
+    rows = ReadRows(np.arange(2), {"pattern": want, "keys": np.array([1, 2])}, "float32")
+    other = ReadRows(np.arange(2), {"pattern": off, "keys": np.array([1, 2])}, "float32")
+    assert kinds.between(rows, rows, np.ones(2)).max() == 0
+    np.testing.assert_allclose(kinds.between(rows, other, np.ones(2)), [0, 0.01])
 
 
 def spec_read(kind: Any, **more: Any) -> kinds.Context:

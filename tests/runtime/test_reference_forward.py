@@ -117,3 +117,19 @@ def test_what_there_is_no_table_for_is_said() -> None:
         HuggingFace(str(tiny("llama")), "Qwen3ForCausalLM", [])
     with pytest.raises(NoReference, match="does not load it"):
         HuggingFace("/nowhere", "LlamaForCausalLM", [])
+
+
+def test_attention_is_kept_where_it_is_asked_for() -> None:
+    model = made("llama")
+    assert model.forward(IDS).attention == {}
+    model.attention = frozenset({1})
+    seen = model.forward(IDS)
+    assert set(seen.attention) == {1}
+    config = model.model.config
+    heads, shared = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
+    q = seen.after["rot_q[1]"].astype(np.float64).reshape(len(IDS), heads, -1)
+    k = seen.after["rot_k[1]"].astype(np.float64).reshape(len(IDS), heads // shared, -1).repeat(shared, axis=1)
+    logits = np.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    logits[:, np.triu(np.ones((len(IDS), len(IDS)), bool), 1)] = -np.inf
+    want = np.exp(logits - logits.max(-1, keepdims=True))
+    np.testing.assert_allclose(seen.attention[1], want / want.sum(-1, keepdims=True), atol=1e-6)

@@ -148,3 +148,24 @@ def test_a_vector_of_an_arm_that_is_not_whole_fails_its_requests(plan: Plan) -> 
     assert set(failed) == {r.key for r in of(plan, "pushed")}
     assert "vector apart cannot be made: clean.mu lacks a request" in failed["corrupted/a/pushed/0"].reason
     assert not engine.log
+
+
+def test_an_arm_waits_for_the_mean_that_its_gate_looks_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_cache(tmp_path, monkeypatch)
+    text = SPEC.replace(
+        "edits:\n",
+        'gates:\n  near: {at: "resid_post[2]", tokens: all, cosine: apart, above: 0.1, holds: row}\n'
+        'edits:\n  off: {at: "resid_post[2]", tokens: all, zero: {}, when: near}\n',
+    ).replace("arms:\n", "arms:\n  gated: {prompts: [corrupted], edits: [off]}\n")
+    (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
+    plan = check_file(tmp_path / "spec.yaml").plan
+    assert plan is not None
+    stage = {arm: number for number, arms in enumerate(plan.stages) for arm in arms}
+    assert stage["clean"] < stage["patched"] < stage["gated"]
+    engine = Engine()
+    done = [r.key for r in of(plan, "clean", "patched")]
+    means = {"clean": RunMean(), "patched": RunMean()}
+    for number, mean in enumerate(means.values()):
+        mean.add(1, {"resid_post[2]": np.full(WIDTH, number, np.float32)})
+    assert list(sources(plan, Kept(done, means), engine).ready(of(plan, "gated")))
+    assert [name for name, _, _ in engine.log] == ["apart"]

@@ -34,7 +34,7 @@ from tests.runtime.toy_program import (
     VECTORS,
     WIDTH,
 )
-from tests.saes import activations, save_sae
+from tests.saes import activations, reconstruction, save_sae
 from vtaps.runtime.manifest import Manifest
 from vtaps.runtime.memory import Limits
 from vtaps.runtime.session import Session
@@ -173,6 +173,10 @@ def streams(ask: Ask, request: int, positions: Sequence[int], times: Sequence[in
                         if entry["sae"]["does"] == "to":
                             to = to - activations(SAE, x[rows])[:, [use["feature"]]]
                         x[rows] += to * SAE["W_dec"][use["feature"]]
+                    case "reconstruct":
+                        active = activations(SAE, x[rows])
+                        active[:, use["feature"]] += use["coefficient"]
+                        x[rows] = reconstruction(SAE, active)
                     case "python":
                         x[rows] = 0.5 * x[rows] + np.array(positions)[rows, None]
                     case _:

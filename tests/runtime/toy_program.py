@@ -45,6 +45,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "bump": {"verb": "add", "sites": ["logits"], "tokens": "sampling"},
     "drive": {"verb": "feature", "sites": ["r0", "r2"], "tokens": "but", "sae": {"dir": "sae", "does": "to"}},
     "nudge": {"verb": "feature", "sites": ["r2"], "tokens": "sampling", "sae": {"dir": "sae", "does": "by"}},
+    "mirror": {"verb": "reconstruct", "sites": ["r0", "r2"], "tokens": "but", "sae": {"dir": "sae", "does": "by"}},
     "more": {"verb": "add", "sites": ["logits"], "tokens": "steps", "columns": [[1, 2], [4, 6]], "value": True},
     "never": {"verb": "set", "sites": ["logits"], "tokens": "sampling", "columns": [[7, 9]], "value": True},
     "bend": {
@@ -123,7 +124,7 @@ BEFORE = ("dots", "count")
 ORDER = (*BEFORE, *EDITS, *(read for read in READS if read not in BEFORE))
 """Of the statements at each location: some reads come before the edits."""
 CALLS = {"set": "set_", "rows": "keep"}
-BY_PYTHON = ("bend", "feel", "count")
+BY_PYTHON = ("bend", "mirror", "feel", "count")
 
 
 def edit(
@@ -181,6 +182,8 @@ ARMS: dict[str, dict[str, Any]] = {
         "points": [
             {"edits": [edit("gain", "r1", coefficient=0.5), edit("bend", "r1", "final")]},
             {"edits": [edit("bend", "final"), edit("push", "r0", coefficient=-0.5, vector="w")]},
+            {"edits": [edit("mirror", "r0", "r2", coefficient=0.0, feature=3), edit("gain", "r1", coefficient=0.5)]},
+            {"edits": [edit("mirror", "r2", coefficient=2.0, feature=5)]},
         ],
     },
     # The logits are edited, and nothing reads them.

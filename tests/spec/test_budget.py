@@ -11,7 +11,7 @@ import pytest
 
 from tests.trees import DATA, seed_cache
 from vtaps.check import CheckResult, check_file
-from vtaps.spec.budget import Load, Slots, limits
+from vtaps.spec.budget import Load, Slots, limits, slots_of
 from vtaps.spec.diagnostics import Diagnostic
 from vtaps.spec.slots import GATHERED_BYTES, row_bytes, slot_count, slot_rows
 from vtaps.summary import describe, read_size
@@ -223,3 +223,50 @@ def test_the_largest_of_several_reads_is_named() -> None:
     # b binds by tokens where it takes more: 4 × 10 + 16 × 60 over, 4 × 10 + 10 × 60 under.
     other = Slots({"a": Load(10, 1, 10), "b": Load(10, 8, 60)}, seqs=4, tokens=16)
     assert other.fitting(645) == "max_num_batched_tokens: 10"
+
+
+GATED = """\
+vtaps: 1
+model: {{path: {data}/configs/llama, dtype: float32, tokenizer: {data}/tokenizer}}
+engine: {{mode: taps, tap_memory: {memory}, vllm: {{max_num_seqs: 3, max_num_batched_tokens: 16}}}}
+vectors: {{v: {{random: {{seed: 1}}}}}}
+gates:
+  loud: {{at: "resid_post[1]", tokens: all, cosine: v, above: 0.1, holds: row}}
+  last: {{at: "resid_post[1]", tokens: {{positions: [-1]}}, project: v, reduce: last, above: 0, holds: request}}
+edits:
+  row: {{at: "resid_post[2]", tokens: all, zero: {{}}, when: loud}}
+  request: {{at: "resid_post[2]", tokens: generated, zero: {{}}, when: last}}
+prompts: {{facts: [{{id: a, ids: [5, 6, 7, 8, 9, 10, 11]}}, {{id: b, ids: [5]}}]}}
+arms: {{x: {{edits: [row]}}, y: {{edits: [request]}}}}
+"""
+
+
+def gated(folder: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> CheckResult:
+    seed_cache(folder / "cache", monkeypatch)
+    (folder / "spec.yaml").write_text(GATED.format(data=DATA, memory=memory), encoding="utf-8")
+    return check_file(folder / "spec.yaml")
+
+
+def test_check_says_what_the_scores_of_gates_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vtaps.compiling import compile_plan
+    from vtaps.runtime import memory
+    from vtaps.runtime.lockfile import parse_program
+
+    plan = gated(tmp_path, monkeypatch, "4 GiB").plan
+    assert plan is not None
+    told = describe(plan)
+    # Two prompts: 7 rows and 1 of at most 16 a step; one score a request.
+    assert "loud: cosine with v above 0.1, each row for itself at resid_post[1], up to 14 scores a step, 336 B" in told
+    assert "last: project with v above 0, last over the request at resid_post[1], up to 2 scores a step, 48 B" in told
+    compiled, _ = compile_plan(plan)
+    assert compiled is not None
+    found = memory.slots(parse_program(compiled.lock, tmp_path), memory.Limits(16, 3, 16), "float32")
+    slots = slots_of(plan.spec.engine.vllm, plan.reads, "float32", plan.gates)
+    assert slots.taken(4 << 30) == 12 * sum(found.values()) and len(found) == 2
+
+
+def test_scores_that_take_too_much_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = gated(tmp_path, monkeypatch, "380")
+    [found] = [d for d in result.diagnostics if d.code == "VT321"]
+    assert found.message.startswith("gate 'loud' can take 14 rows a step, 336 B of the 384 B that all reads take")
+    assert (found.span.line, found.span.column) == (6, 3)

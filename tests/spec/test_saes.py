@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.saes import write_sae  # noqa: E402
+from tests.saes import drawn_npz, save_npz, save_sae, write_sae  # noqa: E402
 from vtaps.spec.saes import alias_of, folder_at, open_sae  # noqa: E402
 from vtaps.spec.tensor_files import VectorError, map_tensors  # noqa: E402
 
@@ -46,7 +46,8 @@ def test_what_a_configuration_says(said: dict[str, Any], wanted: tuple[Any, ...]
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"architecture": "gated"}, "the architecture gated is not served; standard, jumprelu, topk are"),
+        ({"architecture": "matching"}, "the architecture matching is not served; standard, jumprelu, topk, gated are"),
+        ({"architecture": "gated"}, "has no b_gate, r_mag, b_mag; it holds W_dec, W_enc, b_dec, b_enc"),
         ({"architecture": "jumprelu_transcoder"}, "the architecture jumprelu_transcoder is not served"),
         ({"activation_fn": "tanh-relu"}, "the activation function tanh-relu is not served"),
         ({"normalize_activations": True}, "normalize_activations is expected_average_only_in: .*fold_activation_norm"),
@@ -77,6 +78,76 @@ def test_parts_of_a_file_are_what_the_whole_is(dtype: Any, tmp_path: Path) -> No
         assert np.array_equal(tensor.read(()), whole[name].astype(np.float32))
     assert np.array_equal(found["W_enc"].read((slice(None), 3)), whole["W_enc"][:, 3].astype(np.float32))
     assert np.array_equal(found["W_enc"].read((slice(None), [7, 0])), whole["W_enc"][:, [7, 0]].astype(np.float32))
+
+
+def test_a_gated_sae_whose_gains_are_no_numbers(tmp_path: Path) -> None:
+    write_sae(tmp_path / "s", "gated", 16, 8)
+    assert open_sae(tmp_path, "s").feature(3).threshold >= 0
+    tensors = write_sae(tmp_path / "s", "gated", 16, 8)
+    tensors["r_mag"][3] = 100.0
+    save_sae(tmp_path / "s", tensors, {"architecture": "gated"})
+    assert open_sae(tmp_path, "s").feature(2)
+    with pytest.raises(VectorError, match=r"exp\(r_mag\) of s has 1 values that are not finite"):
+        open_sae(tmp_path, "s").feature(3)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", "<f8", ">f4"])
+def test_an_npz_is_what_numpy_reads_of_it(save: Any, dtype: str, tmp_path: Path) -> None:
+    made = drawn_npz(16, 8)
+    made["W_dec"] = np.asfortranarray(made["W_dec"])
+    save_npz(tmp_path / "params.npz", made, dtype, save)
+    sae = open_sae(tmp_path, "params.npz")
+    assert (sae.architecture, sae.d_in, sae.d_sae, sae.centred, sae.k) == ("jumprelu", 16, 8, False, None)
+    assert sae.dtype == {"2": "F16", "4": "F32", "8": "F64"}[dtype[-1]]
+    with np.load(tmp_path / "params.npz") as file:
+        for name, tensor in sae.tensors.items():
+            assert np.array_equal(tensor.read(()), file[name].astype(np.float32)), name
+        assert np.array_equal(sae.decoder(5), file["W_dec"][5].astype(np.float32))
+        assert np.array_equal(sae.columns([3, 0]).weight, file["W_enc"][:, [3, 0]].astype(np.float32))
+    mapped = isinstance(sae.tensors["W_enc"].bits, np.memmap)
+    assert mapped == (save is np.savez)
+
+
+def test_an_npz_without_a_threshold_is_a_standard_one(tmp_path: Path) -> None:
+    made = drawn_npz(16, 8)
+    del made["threshold"]
+    save_npz(tmp_path / "s.npz", made)
+    assert open_sae(tmp_path, "s.npz").architecture == "standard"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"W_dec": None}, "it has no W_dec; it holds W_enc, b_enc, b_dec, threshold"),
+        ({"scale": np.ones(8)}, "it holds scale, which a jumprelu SAE has no use for"),
+        ({"b_enc": np.ones(7)}, r"b_enc has the shape \[7\]; \[8\] is needed beside a W_enc of \[16, 8\]"),
+        ({"b_enc": np.ones(8, np.int64)}, '"b_enc" of s.npz is int64, which is not floating point'),
+        ({"b_enc": np.array([{}], object)}, '"b_enc" of s.npz is object, which is not floating point'),
+    ],
+)
+def test_an_npz_that_is_none(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    made = {k: v.astype(np.float32) for k, v in drawn_npz(16, 8).items()} | change
+    np.savez(tmp_path / "s.npz", **{name: value for name, value in made.items() if value is not None})
+    with pytest.raises(VectorError, match="s.npz: " + message):
+        open_sae(tmp_path, "s.npz")
+
+
+def test_an_npz_that_is_damaged(tmp_path: Path) -> None:
+    save_npz(tmp_path / "s.npz", drawn_npz(16, 8))
+    whole = (tmp_path / "s.npz").read_bytes()
+    for content in (b"", whole[:-30], b"PK\x03\x04" + whole[:50], b"no zip"):
+        (tmp_path / "s.npz").write_bytes(content)
+        with pytest.raises(VectorError, match=r"s.npz: s.npz is (not a .npz file|empty)"):
+            open_sae(tmp_path, "s.npz")
+    with pytest.raises(VectorError, match=r"t.npz: there is no file t.npz"):
+        open_sae(tmp_path, "t.npz")
+    save_npz(tmp_path / "s.npz", drawn_npz(16, 8), save=np.savez_compressed)
+    packed = bytearray((tmp_path / "s.npz").read_bytes())
+    packed[300:400] = bytes(100)
+    (tmp_path / "s.npz").write_bytes(packed)
+    with pytest.raises(VectorError, match=r"s.npz"):
+        open_sae(tmp_path, "s.npz").columns(slice(None))
 
 
 def test_the_places_of_hooks() -> None:

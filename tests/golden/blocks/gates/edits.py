@@ -1,0 +1,2 @@
+def flip(rows):
+    rows.neg_()
