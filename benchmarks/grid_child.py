@@ -71,7 +71,8 @@ class Tally:
             self.keys += 1
             self.rows += len(read.positions)
             for values in read.values.values():
-                self.take_values(values, len(read.positions))
+                # A mean is one row of all of them.
+                self.take_values(values, 1 if "mean" in read.values else len(read.positions))
         for ranges in record.fired.values():
             self.fired += sum(b - a for a, b in ranges)
         self.overridden += len(record.overridden)

@@ -16,6 +16,9 @@ from benchmarks.loads import Load, draw_ids
 PYTHON = """\
 def clamp(rows):
     rows.clamp_(-100.0, 100.0)
+
+def largest(rows):
+    return rows.abs().amax(-1)
 """
 TOP = 10
 SCALE = 4.0
@@ -55,12 +58,22 @@ ROWS = {
         Row("steer_one", "one layer steered at all rows", "one", ("edits", "steer_one"), 0.99),
         Row("steer_every", "every layer steered at all rows", "one", ("edits", "steer_every"), 0.97),
         Row("lens", f"lens top-{TOP} of one layer at every sampled row", "one", ("reads", "lens"), 0.95),
+        Row("norm_one", "the length of one layer's stream at every sampled row", "one", ("reads", "norm_one"), 0.98),
+        Row("project_one", "two dot products at every sampled row", "one", ("reads", "project_one"), 0.98),
+        Row("probe_one", "a linear probe at every sampled row", "one", ("reads", "probe_one"), 0.98),
+        Row("mean_one", "the mean of one layer's stream over all rows", "one", ("reads", "mean_one"), 0.98),
+        Row("every_layer_float8", "every layer read as float8", "one", ("reads", "every_layer_float8"), 0.95),
+        Row("python_read_one", "a number by Python at every sampled row", "one", ("reads", "python_read_one"), 0.95),
         Row("head", "one head zeroed at all rows", "one", ("edits", "head"), 0.99),
+        Row("scale_one", "one layer scaled at all rows", "one", ("edits", "scale_one"), 0.99),
+        Row("set_one", "one layer set to a vector at all rows", "one", ("edits", "set_one"), 0.99),
+        Row("keep_norm_one", "one layer steered at its own length", "one", ("edits", "keep_norm_one"), 0.98),
         Row("pattern_one", "attention of two heads of one layer", "one", ("reads", "pattern_one"), 0.95),
         Row("project_out_one", "two directions taken out at one layer", "one", ("edits", "project_out_one"), 0.98),
         Row("clamp_one", "one layer clamped along a direction", "one", ("edits", "clamp_one"), 0.98),
         Row("affine_one", "a rank-1 map at one layer", "one", ("edits", "affine_one"), 0.98),
         Row("feature_one", "an SAE's feature set at one layer", "one", ("edits", "feature_one"), 0.98),
+        Row("reconstruct_one", "an SAE's reconstruction at one layer", "one", ("edits", "reconstruct_one"), 0.85),
         Row(
             "features_top",
             f"an SAE's top-{TOP} of one layer at every sampled row",
@@ -157,6 +170,24 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
         ("reads", "every_layer_prompt"): {"at": every, "tokens": "all"},
         ("reads", "lens"): {"at": one, "tokens": "sampling", "lens": {"top": TOP}},
         ("reads", "pattern_one"): {"at": f"pattern[{middle}]", "tokens": "sampling", "heads": [0, HEAD]},
+        ("reads", "norm_one"): {"at": one, "tokens": "sampling", "norm": True},
+        ("reads", "project_one"): {"at": one, "tokens": "sampling", "project": {"vectors": ["noise", "more"]}},
+        ("reads", "probe_one"): {"at": one, "tokens": "sampling", "probe": {"weight": "noise"}},
+        ("reads", "mean_one"): {"at": one, "tokens": "all", "mean_over": "request"},
+        ("reads", "every_layer_float8"): {
+            "at": every,
+            "tokens": "sampling",
+            "store": {"dtype": "float8_e4m3", "scale": "per_row"},
+        },
+        ("reads", "python_read_one"): {"at": one, "tokens": "sampling", "python": "edits.py:largest"},
+        ("edits", "scale_one"): {"at": one, "tokens": "all", "scale": {"by": 1.5}},
+        ("edits", "set_one"): {"at": one, "tokens": "all", "set": add},
+        ("edits", "keep_norm_one"): {"at": one, "tokens": "all", "add": {**add, "keep_norm": True}},
+        ("edits", "reconstruct_one"): {
+            "at": one,
+            "tokens": "all",
+            "feature": {"sae": "noise", "index": 7, "to": 1.0, "error": "drop"},
+        },
         ("edits", "steer_one"): {"at": one, "tokens": "all", "add": add},
         ("edits", "steer_every"): {"at": every, "tokens": "all", "add": add},
         ("edits", "head"): {"at": f"z[{middle}]", "tokens": "all", "zero": {"heads": [HEAD]}},
@@ -180,12 +211,13 @@ def _definition(where: tuple[str, str], load: Load, shape: Shape, seed: int) -> 
 
 def uses_sae(row: Row) -> bool:
     """Whether the row's spec needs :mod:`benchmarks.grid_sae`."""
-    return row.installs is not None and row.installs[1] in ("feature_one", "features_top")
+    return row.installs is not None and row.installs[1] in ("feature_one", "features_top", "reconstruct_one")
 
 
 def _vectors(said: Mapping[str, Any]) -> list[str]:
     """The vectors that a definition names."""
-    one = [said[verb]["vector"] for verb in ("add", "clamp") if "vector" in said.get(verb, {})]
+    one = [said[verb]["vector"] for verb in ("add", "set", "clamp") if "vector" in said.get(verb, {})]
+    one += [said["probe"]["weight"]] if "probe" in said else []
     matrices = [said["affine"][key] for key in ("down", "up")] if "affine" in said else []
     return list(dict.fromkeys([*one, *said.get("project_out", {}).get("vectors", ()), *matrices]))
 
@@ -274,7 +306,7 @@ def due(row: Row | None, load: Load, shape: Shape) -> Due:
     n, everywhere = load.requests, load.prompt + load.generated - 1
     if section == "reads":
         sites = shape.layers if name.startswith("every_layer") else 1
-        each = everywhere if name == "every_layer_prompt" else load.generated
+        each = everywhere if name in ("every_layer_prompt", "mean_one") else load.generated
         return Due(load.tokens, keys=n * sites, rows=n * sites * each)
     if section == "edits":
         return Due(load.tokens, fired=n * (load.generated if name == "logit_bias" else everywhere))

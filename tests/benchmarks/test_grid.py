@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from benchmarks.grid_rows import AGAIN, COLUMNS, PLAIN, ROWS, Due, due, groups, 
 from benchmarks.grid_shapes import SHAPES, loads_of
 from benchmarks.grid_stats import cells, half_width
 from benchmarks.loads import Load
+from vtaps.runtime.program import VERBS
 from vtaps.runtime.records import Completion, ReadRows, Record
+from vtaps.spec.parse import parse
 from vtaps.spec.schema import validate
+from vtaps.spec.spec import ReadKind
 from vtaps.spec.yaml import load as load_yaml
 
 EIGHT_B, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
@@ -35,6 +39,9 @@ EIGHT_B, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
         ("every_layer_prompt", Due(128, keys=32, rows=32 * 639)),  # 512 + 128: the last token has no row
         ("steer_every", Due(128, fired=639)),
         ("override", Due(128, overridden=128)),
+        ("mean_one", Due(128, keys=1, rows=639)),
+        ("every_layer_float8", Due(128, keys=32, rows=32 * 128)),
+        ("reconstruct_one", Due(128, fired=639)),
         ("eight_every_layer", Due(1024, keys=256, rows=256 * 128)),
         ("sweep_256", Due(256 * 64, fired=256 * 95)),
         ("prompts_1024", Due(1024 * 16, keys=1024, rows=1024 * 16)),
@@ -43,6 +50,29 @@ EIGHT_B, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
 def test_what_is_due(row: str | None, wanted: Due) -> None:
     found = ROWS[row] if row else None
     assert due(found, loads_of(EIGHT_B)[found.load if found else "one"], EIGHT_B) == wanted
+
+
+def test_every_verb_and_every_kind_of_read_has_a_row(tmp_path: Path) -> None:
+    text, _ = spec_text(list(ROWS.values()), TINY, tmp_path, "eager", {}, 0)
+    (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
+    doc, _ = load_yaml(tmp_path / "spec.yaml")
+    assert doc is not None
+    spec = parse(doc)
+    used = [row.uses for row in ROWS.values() if row.uses is not None]
+    edits = [spec.edits[name] for section, name in used if section == "edits"]
+    # Rows that are set come out of requests that were served before: the grid serves a row's requests alone.
+    assert {e.operation for e in edits} == set(VERBS) - {"put"}
+    assert any(e.keep_norm for e in edits) and any(e.when for e in edits)
+    reads = [spec.reads[name] for section, name in used if section == "reads"]
+    assert {*(r.kind for r in reads), "pattern"} == set(get_args(ReadKind))
+    assert any(at.startswith("pattern") for r in reads for at in r.at.texts)
+
+
+def test_a_mean_is_one_row_of_all_that_it_is_of() -> None:
+    tally = Tally()
+    mean = {"mean": np.ones((1, 64), np.float32), "count": np.array([5])}
+    tally.take("k", replace(completion(3), record=Record(reads={("m", "a"): ReadRows(np.arange(5), mean, "float32")})))
+    assert (tally.keys, tally.rows) == (1, 5) and tally.total > 0
 
 
 def test_prompts_differ_by_repeat_and_not_by_column() -> None:
