@@ -51,9 +51,8 @@ DEFAULTS: dict[str, list[tuple[Any, ...]]] = {
     "gates": [
         ("model", "dtype"),
         ("vectors", "seen", "random", "norm"),
-        ("gates", "asked", "above"),  # swept, as the scale
         ("edits", "later", "tokens", "rows"),
-        ("edits", "steer", "add", "scale"),
+        ("edits", "steer", "add", "scale"),  # swept
     ],
     "reads": [("model", "dtype"), ("vectors", "probe", "random", "seed"), ("sampling", "temperature")],
     "verbs": [("model", "dtype")],
