@@ -46,7 +46,7 @@ def drift(files: dict[str, str], folder: Path, spec_file: str) -> list[Diagnosti
                 diff = [*diff[:DIFF_LINES], f"… {len(diff) - DIFF_LINES} more lines"]
             at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), len(old))
             message = f"{name} is not what {spec_file} compiles to"
-            out.append(Diagnostic("VT401", message, Span(str(path), at), note=fix, detail=tuple(diff)))
+            out.append(Diagnostic("VT401", message, Span(str(path), at, 1, at, 1), note=fix, detail=tuple(diff)))
     return out
 
 

@@ -8,6 +8,22 @@ from importlib.resources import files
 from typing import Any
 
 ENGINE_ARGS = "vllm-0.32-engine-args.json"
+FILES = {
+    "spec": "spec-v1.schema.json",
+    "lock": "lock-v1.schema.json",
+    "run": "run-v1.schema.json",
+    "verify": "verify-v1.schema.json",
+    "tree": "tree-v4.schema.json",
+    "engine-args": ENGINE_ARGS,
+}
+"""What each schema is of, and its file."""
+
+
+def text(of: str) -> str:
+    """One of ``FILES`` as a file that stands alone: the spec's has vLLM's engine arguments in it."""
+    if of == "spec":
+        return json.dumps(spec_schema(), indent=2, ensure_ascii=False) + "\n"
+    return files(__name__).joinpath(FILES[of]).read_text(encoding="utf-8")
 
 
 @cache

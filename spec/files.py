@@ -77,3 +77,17 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def create_text(path: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) to a file that is not there yet.  Raises OSError: FileExistsError where anything stands at
+    ``path``, which is left as it is."""
+    content = text.encode("utf-8")
+    with path.open("xb") as stream:
+        try:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise

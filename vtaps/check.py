@@ -20,7 +20,7 @@ from vtaps.spec.sources import KeptRows
 from vtaps.spec.spec import Spec
 from vtaps.spec.tokens import TokenizerError, Tokens
 from vtaps.spec.tree import ModelTree
-from vtaps.spec.yaml import load
+from vtaps.spec.yaml import load, loads
 
 SHOWN_BYTES = 16 * 2**20
 """The largest file whose lines findings quote."""
@@ -47,7 +47,15 @@ class CheckResult:
 def check_file(path: str | Path) -> CheckResult:
     """Check one spec: no GPU, no weights, no torch.  A tree that is not cached is built by vLLM in a process of its
     own (seconds, once a configuration)."""
-    doc, found = load(path)
+    return _check(*load(path))
+
+
+def check_text(text: str, path: str | Path) -> CheckResult:
+    """:func:`check_file` of a text that is not written yet, as if it stood at ``path``."""
+    return _check(*loads(text, str(path), Path(path).parent))
+
+
+def _check(doc: Document | None, found: list[Diagnostic]) -> CheckResult:
     if doc is None:
         return CheckResult(in_order(found), _texts(None, found))
     tagged = {(d.span.line, d.span.column) for d in found if d.code == "VT008"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sarif import sarif
 from tests.trees import seed_cache
 from vtaps.spec.codes import CODES
 from vtaps.spec.reporters import render
@@ -25,6 +26,7 @@ def test_findings(name: str, regen: bool, tmp_path: Path, monkeypatch: pytest.Mo
     found, documents = case.findings(tmp_path / "here")
     text = re.sub(r"sha256:[0-9a-f]{64}|(?<=[+-]# tree      )\w+", "sha256:…", render(found, "text", documents))
     assert name[:5] in {d.code for d in found}
+    sarif(found)
     assert str(tmp_path) not in text
     expected = CASES / name / "expected.txt"
     if regen:

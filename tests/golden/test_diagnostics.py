@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sarif import sarif
 from tests.trees import seed_cache
 from vtaps.check import check_file
 from vtaps.spec import engine_args
@@ -49,6 +50,7 @@ def test_findings(name: str, regen: bool, tmp_path: Path, monkeypatch: pytest.Mo
         found, documents = checked.diagnostics, checked.documents
     text = render(found, "text", documents)
     assert name[:5] in {d.code for d in found}
+    sarif(found)
     expected = CASES / name / "expected.txt"
     if regen:
         expected.write_text(text, encoding="utf-8")

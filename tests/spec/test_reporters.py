@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 
+from tests.sarif import SCHEMA, sarif
+from vtaps.spec.codes import CODES
 from vtaps.spec.diagnostics import Diagnostic, Span
 from vtaps.spec.reporters import FORMATS, render, summary
 
@@ -135,7 +138,7 @@ def test_github_escapes_what_its_commands_reserve() -> None:
 
 
 def test_sarif() -> None:
-    log = json.loads(render([ERROR, WARNING, ELSEWHERE], "sarif", {}))
+    log = sarif([ERROR, WARNING, ELSEWHERE])
     (run,) = log["runs"]
     rules = run["tool"]["driver"]["rules"]
     assert (log["version"], run["columnKind"]) == ("2.1.0", "unicodeCodePoints")
@@ -151,6 +154,36 @@ def test_sarif() -> None:
         "endLine": 3,
         "endColumn": 22,
     }
+
+
+def test_sarif_of_every_code_and_of_none() -> None:
+    """Each golden case is held against the schema too (tests/golden)."""
+    assert sarif([])["runs"][0]["results"] == []
+    log = sarif([Diagnostic(code, "m", Span("a:b c/é#?%.yaml")) for code in CODES])
+    levels = {"error": "error", "warning": "warning", "info": "note"}
+    rules = log["runs"][0]["tool"]["driver"]["rules"]
+    assert {r["id"]: r["defaultConfiguration"]["level"] for r in rules} == {c: levels[CODES[c].severity] for c in CODES}
+
+
+def test_what_is_no_sarif_is_told() -> None:
+    """The schema of the tests is no empty form."""
+    good = sarif([ERROR])
+    for path, value in (
+        (("version",), "2.0.0"),
+        (("runs", 0, "tool"), {}),
+        (("runs", 0, "columnKind"), "bytes"),
+        (("runs", 0, "results", 0, "level"), "info"),
+        (("runs", 0, "results", 0, "message"), "text"),
+        (("runs", 0, "results", 0, "message"), {}),
+        (("runs", 0, "results", 0, "locations", 0, "physicalLocation", "region", "startLine"), 0),
+        (("runs", 0, "results", 0, "locations", 0, "physicalLocation", "region", "start"), 1),
+    ):
+        log = copy.deepcopy(good)
+        node: Any = log
+        for step in path[:-1]:
+            node = node[step]
+        node[path[-1]] = value
+        assert not SCHEMA.is_valid(log), path
 
 
 @pytest.mark.parametrize("format", FORMATS)

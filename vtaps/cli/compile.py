@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -20,7 +21,12 @@ def add(verbs: Any) -> None:
         description="Write NAME.block.py (the reviewed code) and NAME.lock.json (the resolved program) beside a spec.",
         epilog="example: vtaps compile --check examples/*.yaml",
     )
-    verb.add_argument("specs", nargs="+", metavar="SPEC", help="a spec file")
+    verb.add_argument(
+        "specs",
+        nargs="+",
+        metavar="SPEC",
+        help="a spec file; with --check also its block or lock",
+    )
     verb.add_argument("--check", action="store_true", help="write nothing; fail where the files are out of date")
     verb.add_argument("--stdout", action="store_true", help="print the block instead of writing")
     verb.add_argument(
@@ -36,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     found: list[Diagnostic] = []
     documents: dict[str, str] = {}
-    for path in args.specs:
+    for path in dict.fromkeys(spec_of(path) for path in args.specs) if args.check else args.specs:
         result = check_file(path)
         found += result.diagnostics
         documents |= result.documents
@@ -62,6 +68,15 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{'wrote' if name in written else 'unchanged'} {result.doc.folder / name}", file=sys.stderr)
     report(found, args.format, documents)
     return 1 if has_errors(found) else 0
+
+
+def spec_of(path: str) -> str:
+    """The spec beside a block or a lock, which a commit may change alone; any other path as it is."""
+    for suffix in (".block.py", ".lock.json"):
+        if path.endswith(suffix):
+            stem = path.removesuffix(suffix)
+            return next((spec for spec in (f"{stem}.yaml", f"{stem}.yml") if os.path.isfile(spec)), f"{stem}.yaml")
+    return path
 
 
 def show_forwards(plan: Plan) -> None:
