@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vtaps import __version__
 
-VERBS = ("check", "compile", "tree", "run", "verify", "show", "plot", "explain", "doctor")
+VERBS = ("check", "compile", "diff", "tree", "run", "verify", "show", "plot", "explain", "doctor")
 
 
 def parser() -> argparse.ArgumentParser:
