@@ -80,46 +80,47 @@ def difference(old: Side, new: Side) -> Difference:
 
 
 def _engine(old: Lock, new: Lock, found: Comparison) -> Iterator[Meaning]:
-    """Whether vLLM must be started again, and whether anything is compiled then."""
-    changed = {c.section for c in found.changes}
-    structure = old["block"]["structure"] != new["block"]["structure"]
+    """Whether vLLM must be started again, as ``Engine.load`` holds it, and whether anything is compiled then."""
+    sections = {c.section for c in found.changes}
+    mode = old["engine"]["mode"] != new["engine"]["mode"]
+    structure = old["block"]["structure"] != new["block"]["structure"] or "forwards" in sections
+    vllm = old["engine"]["vllm"] != new["engine"]["vllm"] or "model" in sections
+    vllm |= any(c.section == "files" and c.name.startswith("model:") for c in found.changes)
     eager = new["engine"]["mode"] == "eager"
-    anew = structure or bool({"model", "engine", "forwards"} & changed)
-    if not anew:
-        text = "only numbers change: a live engine can load it" if changed else "a live engine can load it"
-    elif eager:
-        text = "start another engine"
-    elif structure or "forwards" in changed:
-        text = "start another engine, which compiles and captures anew"
+    anew = (structure or mode) and not eager
+    if structure or mode or vllm:
+        yield Meaning(
+            "engine", "start another engine" + (", which compiles and captures anew" if anew else ""), "start"
+        )
     else:
-        text = "start another engine"
-    yield Meaning("engine", text, "load" if not anew else "start")
+        yield Meaning("engine", ("only data changes: " if sections else "") + "a live engine can load it", "load")
     if eager:
         yield Meaning("compiled", "nothing: the eager engine compiles nothing", "nothing")
+    elif mode:
+        yield Meaning("compiled", "anew: the eager engine compiled nothing", "anew")
     elif structure:
         why = "the structure differs: locations, verbs, columns or kinds of reads"
         yield Meaning("compiled", f"anew: {why}", "anew")
-    elif "model" in changed or "engine" in changed:
-        yield Meaning(
-            "compiled", "the taps are the same; what else vLLM compiles follows its model and arguments", "same"
-        )
+    elif vllm:
+        text = "the taps are the same; what else vLLM compiles follows its model and arguments"
+        yield Meaning("compiled", text, "same")
     else:
         yield Meaning("compiled", "nothing anew: the structure is the same", "nothing")
 
 
 def _requests(old: Side, new: Side) -> Meaning:
-    a, b = (_count(s) for s in (old, new))
+    """Of a lock as many as there can be, since a sweep over rows leaves prompts out: then of both sides."""
+    if old.plan is not None and new.plan is not None:
+        a, b = (sum(1 for name in plan.arms for _ in _served(plan, name)) for plan in (old.plan, new.plan))
+    else:
+        a, b = (0 if s.lock is None else _most_requests(s.lock) for s in (old, new))
     return Meaning("requests", f"{a} → {b}" if a != b else f"{b}, as before", [a, b])
 
 
-def _count(side: Side) -> int:
-    """Requests of a run; of a lock alone as many as there can be, where a sweep over rows leaves prompts out."""
-    lock, plan = side.lock, side.plan
-    if plan is not None:
-        return sum(1 for name in plan.arms for _ in _served(plan, name))
-    assert lock is not None
+def _most_requests(lock: Lock) -> int:
+    prompts = lock["prompts"]
     return sum(
-        sum(lock["prompts"].get(g, {"count": 0})["count"] for g in arm["prompts"]) * len(arm["points"])
+        sum(prompts.get(g, {"count": 0})["count"] for g in arm["prompts"]) * len(arm["points"])
         for arm in lock["arms"].values()
     )
 

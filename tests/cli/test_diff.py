@@ -79,7 +79,7 @@ def test_a_revision_against_the_working_tree(repo: Path, capsys: pytest.CaptureF
     code, out, err = diff(capsys, "HEAD:exp/spec.yaml", "exp/spec.yaml")
     assert (code, err) == (1, "")
     assert "~ steer scale: 4 → 6" in lines(out)
-    assert out.startswith("HEAD:exp/spec.yaml → exp/spec.yaml: 1 change; only numbers change")
+    assert out.startswith("HEAD:exp/spec.yaml → exp/spec.yaml: 1 change; only data changes")
     missing = "../models/llama, ../models/tokenizer of the working tree, which the revision does not have"
     assert f"note: HEAD:exp/spec.yaml: {missing}" in lines(out)
     git("commit", "-q", "-am", "second")

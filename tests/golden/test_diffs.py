@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from tests.golden.test_blocks import NAMES as BLOCK_NAMES
 from tests.trees import seed_cache
 from vtaps.cli import main
 from vtaps.codegen.changes import compare
+from vtaps.diff_views import render
 from vtaps.diffing import difference
 from vtaps.schemas import load as schema
-from vtaps.sides import side
+from vtaps.sides import Side, side
 from vtaps.spec.yaml import loads
 
 CASES = Path(__file__).parent / "diffs"
@@ -67,6 +69,92 @@ def test_nothing_differs_from_itself(lock: Path) -> None:
     assert found.same
     assert (found.comparison.changes, found.comparison.renames, found.block, found.notes) == ((), (), (), ())
     assert {m.about: m.value for m in found.means}["results"] == "same"
+
+
+@pytest.mark.parametrize("name", BLOCK_NAMES)
+def test_a_spec_is_its_lock(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_cache(tmp_path, monkeypatch)
+    found = difference(side(str(BLOCKS / name / "spec.lock.json")), side(str(BLOCKS / name / "spec.yaml")))
+    assert (found.comparison.changes, found.comparison.renames, found.block) == ((), (), ())
+    told = {m.about: m.value for m in found.means}
+    assert told["results"] == "same" and told["engine"] == "load" and told["requests"][0] == told["requests"][1]
+
+
+def spec(folder: Path, name: str, *changes: tuple[str, str]) -> Side:
+    """The golden pairs' first spec with some of its text replaced."""
+    text = (CASES / "scale-changed" / "a.yaml").read_text(encoding="utf-8")
+    for old, new in (*changes, ("../../../data", str(ROOT / "tests" / "data"))):
+        assert old in text
+        text = text.replace(old, new)
+    (folder / name).write_text(text, encoding="utf-8")
+    found = side(str(folder / name))
+    assert found.lock is not None, [d.message for d in found.findings]
+    return found
+
+
+def meant(old: Side, new: Side) -> dict[str, Any]:
+    return {m.about: m.value for m in difference(old, new).means}
+
+
+def test_what_a_live_engine_can_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``Engine.load`` refuses: another structure, mode, model or argument of vLLM; nothing else."""
+    seed_cache(tmp_path, monkeypatch)
+    base = spec(tmp_path, "base.yaml")
+
+    def engine(said: str) -> Side:
+        return spec(tmp_path, "other.yaml", ("reads:\n", f"engine: {said}\nreads:\n"))
+
+    memory, eager, length = (
+        engine("{tap_memory: 1 GiB}"),
+        engine("{mode: eager}"),
+        engine("{vllm: {max_model_len: 64}}"),
+    )
+    assert meant(base, memory)["engine"] == "load" and not difference(base, memory).same
+    assert [meant(base, eager)[k] for k in ("engine", "compiled")] == ["start", "nothing"]
+    assert [meant(eager, base)[k] for k in ("engine", "compiled")] == ["start", "anew"]
+    assert [meant(base, length)[k] for k in ("engine", "compiled")] == ["start", "same"]
+    gone = spec(tmp_path, "gone.yaml", ("reads: [stream], ", ""))
+    assert [meant(base, gone)[k] for k in ("engine", "compiled")] == ["start", "anew"]
+    assert meant(base, gone)["reads.stream"] == ["up to 72 rows, 36.0 KiB", "none"]
+
+
+def test_another_name_and_another_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_cache(tmp_path, monkeypatch)
+    new = spec(
+        tmp_path,
+        "b.yaml",
+        ("steered:", "STEERED:"),
+        ("steer", "nudge"),
+        ("STEERED", "steered"),
+        ("scale: 4}", "scale: 5}"),
+    )
+    found = difference(spec(tmp_path, "a.yaml"), new)
+    assert [(r.section, r.old, r.new) for r in found.comparison.renames] == [("edits", "steer", "nudge")]
+    assert [(c.name, c.field, c.old, c.new) for c in found.comparison.changes] == [("nudge", "scale", "4", "5")]
+    assert found.comparison.untouched == ("base", "steered")  # which sweeps it
+    assert found.headline == "1 change, 1 renamed; only data changes: a live engine can load it"
+
+
+def test_twins_keep_their_order_under_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_cache(tmp_path, monkeypatch)
+    line = '  quiet: {at: "z[2]", tokens: all, zero: {heads: [0]}}\n'
+
+    def twins(file: str, one: str, two: str) -> Side:
+        both = line.replace("quiet", one) + line.replace("quiet", two)
+        return spec(tmp_path, file, (line, both), ("edits: [steer, quiet]", f"edits: [{one}, steer, {two}]"))
+
+    found = difference(twins("a.yaml", "a", "b"), twins("b.yaml", "z", "y"))
+    assert found.same
+    assert [(r.old, r.new) for r in found.comparison.renames] == [("a", "z"), ("b", "y")]
+
+
+def test_colours_are_all_that_they_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_cache(tmp_path, monkeypatch)
+    monkeypatch.chdir(CASES / "location-added")
+    found = difference(side("a.yaml"), side("b.yaml"))
+    plain, coloured = render(found, "text"), render(found, "text", color=True)
+    assert "\x1b" not in plain and re.sub(r"\x1b\[[0-9]+m", "", coloured) == plain
+    assert "\x1b[32m  + resid_post[3]" in coloured
 
 
 SILENT = {"spec", "block", "outside"}
