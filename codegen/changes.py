@@ -98,12 +98,11 @@ def _changes(before: Facts, after: Facts, old: Lock, new: Lock) -> list[Change]:
         swept = any(f.startswith("sweep ") for f in fields)
         for field in fields:
             a, b = _shown(mine.get(field)), _shown(theirs.get(field))
-            if section == "arms" and field == "points" and a == b:
-                if swept:
-                    continue
-                b = f"{b}, in other combinations"
-            if section == "prompts":
-                field, b = "", b if a != b else f"{b}, not the same"
+            if field == "points" and a == b and swept:
+                continue
+            if a == b:  # what is shown is less than what is compared
+                b = f"{b}, not the same"
+            field = "" if section == "prompts" else field
             where = "rows" if field == "tokens" and section in SELECTING else group
             out.append(Change(_kind(a, b, field), where, section, name, field, a, b))
     return out

@@ -281,20 +281,25 @@ def _arm(arm: Mapping[str, Any]) -> dict[str, Fact]:
     out = {key: names(key, key == "edits") for key in ("prompts", "edits", "reads", "metrics")}
     forced = sorted({o["override"] for p in arm["points"] for o in p["overrides"]})
     out["overrides"] = Fact(", ".join(forced) or "none", forced)
-    axes: dict[str, list[Any]] = {}
+    axes: dict[str, dict[str, Any]] = {}
     for point in arm["points"]:
         for path, value in point["values"].items():
-            found = axes.setdefault(path, [])
-            if value not in found or any(type(value) is not type(v) for v in found if v == value):
-                found.append(value)
+            axes.setdefault(path, {}).setdefault(_text(value), value)
     for path, values in axes.items():
-        out[f"sweep {path}"] = Fact(_values(path, values), sorted(map(_text, values)))
+        out[f"sweep {path}"] = Fact(_values(path, list(values.values())), sorted(values))
     points = sorted(json.dumps(p["values"], sort_keys=True) for p in arm["points"])
     out["points"] = Fact(str(len(points)), points)
     return out
 
 
+LISTED = 24
+"""Values of a sweep that are all written out."""
+
+
 def _values(path: str, values: list[Any]) -> str:
     if path.endswith(".at"):
         return collapsed(str(v) for v in values)
-    return ", ".join(v if isinstance(v, str) else _text(v) for v in values)
+    told = [v if isinstance(v, str) else _text(v) for v in values]
+    if len(told) > LISTED:
+        return f"{', '.join(told[:4])}, … {', '.join(told[-2:])} ({len(told)} values)"
+    return ", ".join(told)

@@ -160,7 +160,9 @@ def _inside(path: str, root: Path) -> str:
 
 
 def _blob(label: str, sha: str, path: str, root: Path) -> bytes:
-    found = _git("cat-file", "blob", f"{sha}:{path}", at=root)
+    """A file as a checkout would write it: what git keeps elsewhere (LFS) is brought in where that is installed."""
+    found = _git("cat-file", "--filters", f"{sha}:{path}", at=root)
+    found = _git("cat-file", "blob", f"{sha}:{path}", at=root) if found is None else found
     if found is None:
         raise SideError(f"{label}: git cannot read {path!r} of that revision")
     return found

@@ -102,6 +102,17 @@ def test_files_beside_the_spec_are_the_revisions(repo: Path, capsys: pytest.Capt
     assert lines(diff(capsys, "HEAD~1:exp/spec.yaml", "HEAD:exp/spec.yaml")[1])[1:8] == said[1:8]
 
 
+def test_a_file_that_git_keeps_filtered(repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As LFS does: the blob is another text than the file of a checkout."""
+    Path(".gitattributes").write_text("*.safetensors filter=kept\n")
+    git("config", "filter.kept.clean", "base64")
+    git("config", "filter.kept.smudge", "base64 -d")
+    git("add", "--renormalize", ".")
+    git("commit", "-q", "-m", "filtered")
+    code, out, err = diff(capsys, "HEAD:exp/spec.yaml", "exp/spec.yaml")
+    assert (code, err) == (0, "") and "no change in meaning" in out
+
+
 def test_from_a_folder_below_the_root(
     repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

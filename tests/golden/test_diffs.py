@@ -148,6 +148,24 @@ def test_twins_keep_their_order_under_other_names(tmp_path: Path, monkeypatch: p
     assert [(r.old, r.new) for r in found.comparison.renames] == [("a", "z"), ("b", "y")]
 
 
+def test_long_sweeps_and_other_combinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are told by their ends where there are many, and points that pair the same values otherwise are told."""
+    seed_cache(tmp_path, monkeypatch)
+
+    def swept(file: str, said: str) -> Side:
+        edits = ("steered: {edits: [steer]", "steered: {edits: [steer, quiet]")
+        return spec(tmp_path, file, edits, ("sweep: {steer.add.scale: [2, 4]}", f"sweep: {said}"))
+
+    long = [list(range(1, 31)), [*range(1, 10), 99, *range(11, 31)]]
+    found = difference(*(swept(f"{i}.yaml", f"{{steer.add.scale: {v}}}") for i, v in enumerate(long)))
+    [change] = found.comparison.changes
+    assert change.old == "1, 2, 3, 4, … 29, 30 (30 values)" and change.new == f"{change.old}, not the same"
+    pairs = [f"[{{steer.add.scale: [1, 2], quiet.on: {on}}}]" for on in ("[true, false]", "[false, true]")]
+    both = [swept(f"{i}.yaml", p) for i, p in enumerate(pairs)]
+    [change] = difference(*both).comparison.changes
+    assert (change.name, change.field, change.old, change.new) == ("steered", "points", "2", "2, not the same")
+
+
 def test_colours_are_all_that_they_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed_cache(tmp_path, monkeypatch)
     monkeypatch.chdir(CASES / "location-added")
