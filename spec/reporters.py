@@ -72,21 +72,21 @@ def _block(d: Diagnostic, lines: list[str] | None, color: bool) -> str:
         return f"{code}{text}{_RESET}" if color else text
 
     span, shade = d.span, _COLOURS[d.severity]
-    out = [paint(shade, f"{d.severity}[{d.code}]") + paint(_BOLD, f": {_visible(d.message)}")]
+    out = [paint(shade, f"{d.severity}[{d.code}]") + paint(_BOLD, f": {visible(d.message)}")]
     gutter = " " * len(str(span.line))
-    out.append(f"{gutter}{paint(_BLUE, '-->')} {_visible(span.file)}:{span.line}:{span.column}")
+    out.append(f"{gutter}{paint(_BLUE, '-->')} {visible(span.file)}:{span.line}:{span.column}")
     if lines and span.line <= len(lines) and lines[span.line - 1].strip():
         source, marks = _quoted(lines[span.line - 1], span.column, _end(d, lines))
         out.append(paint(_BLUE, f"{gutter} |"))
         out.append(paint(_BLUE, f"{span.line} |") + f" {source}")
         out.append(paint(_BLUE, f"{gutter} |") + f" {marks[0]}{paint(shade, marks[1])}")
     if d.valid:
-        out.append(f"{gutter} {paint(_BLUE, '=')} valid: {_visible(', '.join(d.valid))}")
+        out.append(f"{gutter} {paint(_BLUE, '=')} valid: {visible(', '.join(d.valid))}")
     if d.nearest:
-        out.append(f"{gutter} {paint(_BLUE, '=')} nearest: {_visible(d.nearest)}")
+        out.append(f"{gutter} {paint(_BLUE, '=')} nearest: {visible(d.nearest)}")
     if d.note:
-        out.append(f"{gutter} {paint(_BLUE, '=')} note: {_visible(d.note)}")
-    out += [f"{gutter}   {_visible(line)}" for line in d.detail]
+        out.append(f"{gutter} {paint(_BLUE, '=')} note: {visible(d.note)}")
+    out += [f"{gutter}   {visible(line)}" for line in d.detail]
     return "\n".join(out) + "\n"
 
 
@@ -101,7 +101,7 @@ def _quoted(line: str, column: int, end: int) -> tuple[str, tuple[str, str]]:
     """A window of the line around the span, and (blanks, carets) as wide as it is on a terminal."""
     start = max(0, column - _WIDTH // 2) if len(line) > _WIDTH else 0
     stop = min(len(line), start + _WIDTH)
-    cells = [_visible(c) for c in line[start:stop]]
+    cells = [visible(c) for c in line[start:stop]]
     before, after = ("… " if start else ""), (" …" if stop < len(line) else "")
     at = column - 1 - start
     wide = [sum(_cell(c) for c in cell) for cell in cells]
@@ -115,7 +115,7 @@ def _cell(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Control characters, lone surrogates and direction marks as escapes: a spec must not drive the terminal."""
     if text.isascii() and text.isprintable():
         return text
@@ -167,8 +167,13 @@ def _github(d: Diagnostic) -> str:
     if span.line == span.end_line:  # GitHub drops columns of a longer stretch
         where |= {"col": str(span.column), "endColumn": str(span.end_column)}
     where["title"] = d.code
-    fields = ",".join(f"{k}={_property(v)}" for k, v in where.items())
-    return f"::{_GITHUB_LEVELS[d.severity]} {fields}::{_data(_long(d))}"
+    return github_command(_GITHUB_LEVELS[d.severity], where, _long(d))
+
+
+def github_command(level: str, fields: Mapping[str, str], text: str) -> str:
+    """A workflow command of GitHub: ``::notice file=…,line=…::text``."""
+    told = ",".join(f"{k}={_property(v)}" for k, v in fields.items())
+    return f"::{level} {told}::{_data(text)}"
 
 
 def _long(d: Diagnostic) -> str:

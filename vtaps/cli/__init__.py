@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vtaps import __version__
 
-VERBS = ("init", "check", "compile", "tree", "run", "verify", "show", "plot", "explain", "schema", "doctor")
+VERBS = ("init", "check", "compile", "diff", "tree", "run", "verify", "show", "plot", "explain", "schema", "doctor")
 
 
 def parser() -> argparse.ArgumentParser:
