@@ -128,6 +128,7 @@ READ: dict[str, dict[str, Any]] = {
     "probe": {"probe": {"weight": "x"}},
     "lens": {"lens": {"top": 5}},
     "features": {"features": {"sae": f"sae{WIDTH}", "top": 3}},
+    "pattern": {"at": "pattern[1, 3]", "heads": [0, 2]},
 }
 
 

@@ -201,7 +201,7 @@ def test_a_fault_in_the_block_names_both_lines(
     ("spoil", "code", "says"),
     [
         ("model", "VT607", "nowhere"),
-        ("parallel", "VT503", "tensor_parallel_size"),
+        ("parallel", "VT503", "data_parallel_size"),
         ("length", "VT607", "max_model_len"),
         ("digest", "VT607", "is not the block that was locked"),
         ("structure", "VT607", "two compilations"),
@@ -216,7 +216,7 @@ def test_a_bad_start_says_why(spoil: str, code: str, says: str, model: Path, tmp
     if spoil == "model":
         lock["model"]["path"] = str(tmp_path / "nowhere")
     elif spoil == "parallel":
-        lock["engine"]["vllm"]["tensor_parallel_size"] = 2
+        lock["engine"]["vllm"]["data_parallel_size"] = 2
     elif spoil == "length":
         lock["engine"]["vllm"]["max_model_len"] = 100_000
     elif spoil == "digest":
