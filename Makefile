@@ -84,7 +84,7 @@ test-long: model ## the rest of the engine tests: every family on several worker
 	@$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
 
 .PHONY: soak
-soak: venv ## 2,000 requests drawn at random on each engine, every row held against a forward of its own (15 minutes)
+soak: venv ## 2,000 requests drawn at random on each engine, every row held against a forward of its own (10 minutes)
 	@status=0; for mode in taps eager; do \
 	    $(BIN)/python -m tests.engine.soak --mode $$mode $(ARGS) || status=1; done; exit $$status
 
