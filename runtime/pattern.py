@@ -37,7 +37,10 @@ def attended(
 ) -> dict[str, Attention]:
     """By module, as the workers tell; raises EngineError (VT346) where the probabilities are not known from queries and
     keys."""
-    told: Mapping[str, Any] = workers[0].get("attention") or {}
+    # Of several stages each has layers of its own; ranks of one say the same.
+    told: dict[str, Any] = {}
+    for worker in reversed(workers):
+        told |= worker.get("attention") or {}
     out = {}
     for name, entry in patterns.items():
         for site, (module, query, key) in entry.sites.items():

@@ -26,8 +26,10 @@ class WorkerExtension:
         session = getattr(self, "vtaps_session", None)
         if session is None:
             return told
-        attention = {p: facts(session.modules.get(p)) for entry in session.program.patterns.values()
-                     for p, _, _ in entry.sites.values()}  # fmt: skip
+        placed = {p for entry in session.program.patterns.values() for p, _, _ in entry.sites.values()}
+        # Of a pipeline another stage says it.
+        here = placed if session.ranks is None else placed & session.modules.keys()
+        attention = {p: facts(session.modules.get(p)) for p in sorted(here)}
         return {**told, **handshake.told(session), "attention": attention}
 
     def vtaps_prove(self) -> dict[str, Any]:

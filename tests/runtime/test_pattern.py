@@ -96,6 +96,10 @@ def test_what_a_layer_does_that_is_not_known_is_refused() -> None:
     facts = {"heads": 2, "kv_heads": 1, "head_size": 8, "scale": 0.3, "softcap": 0.0, "window": 0}
     widths = {"rot_q[1]": 32, "rot_k[1]": 16}
     assert attended(PATTERNS, widths, [{"attention": {"attn": facts}}]) == {"attn": PLAIN}
+    # Another stage of a pipeline has the layer, or none has.
+    assert attended(PATTERNS, widths, [{"attention": {}}, {"attention": {"attn": facts}}]) == {"attn": PLAIN}
+    with pytest.raises(EngineError, match="the model has no attn"):
+        attended(PATTERNS, widths, [{"attention": {}}, {"attention": {}}])
     with pytest.raises(EngineError, match=r"reads\.p: pattern\[1\] is not known: its attention has sinks") as refused:
         attended(PATTERNS, widths, [{"attention": {"attn": {"refused": "its attention has sinks"}}}])
     assert refused.value.code == "VT346"
