@@ -21,6 +21,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from vtaps.runtime.entries import Verb
+
 __all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp", "feature", "features", "gate",
            "keep", "lens", "mean", "norm", "probe", "project", "project_out", "put", "python", "python_read",
            "reconstruct", "scale", "set_", "zero"]  # fmt: skip
@@ -28,9 +30,6 @@ __all__ = ["Block", "Location", "Note", "Tap", "Tensor", "add", "affine", "clamp
 Columns = tuple[tuple[int, int], ...]
 """Half-open ranges of a location's own columns."""
 
-EditVerb = Literal[
-    "add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "reconstruct", "python", "gate"
-]
 ReadKind = Literal["rows", "mean", "norm", "project", "probe", "lens", "features", "python"]
 
 
@@ -40,7 +39,7 @@ class Note:
     :func:`gate_key`; ``when``: the name of an edit's gate."""
 
     name: str
-    verb: EditVerb | None = None
+    verb: Verb | None = None
     kind: ReadKind | None = None
     columns: Columns | None = None
     keep_norm: bool = False

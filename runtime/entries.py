@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +15,7 @@ from vtaps.spec.store import Store
 Verb = Literal[
     "add", "scale", "zero", "set", "put", "project_out", "clamp", "affine", "feature", "reconstruct", "python", "gate"
 ]
-VERBS: tuple[Verb, ...] = (
-    "add",
-    "scale",
-    "zero",
-    "set",
-    "put",
-    "project_out",
-    "clamp",
-    "affine",
-    "feature",
-    "reconstruct",
-    "python",
-)
+VERBS: tuple[Verb, ...] = tuple(v for v in get_args(Verb) if v != "gate")
 """Of the lock's edits; ``gate`` is not one of them."""
 WITHOUT_COEFFICIENT = ("zero", "put", "clamp", "python", "gate")
 USES_VECTOR = ("add", "set", "clamp", "gate")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vtaps.runtime.faults import DELIVERED, PLANNED, PYTHON, Fault, of_device, said
+from vtaps.runtime.faults import DELIVERED, PLANNED, PYTHON, Fault, in_words
 from vtaps.runtime.fills import Fill, StepPlan
 from vtaps.runtime.functions import Failed
 from vtaps.runtime.live import Live, TableError
@@ -77,6 +77,4 @@ def handed_over(live: Live, generated: int) -> Collected:
 
 
 def _told(error: Exception) -> str:
-    if of_device(error):
-        raise error
-    return str(error) if isinstance(error, TableError | LockError | SpoolError) else said(error)
+    return in_words(error, TableError, LockError, SpoolError)

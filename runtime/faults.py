@@ -39,6 +39,14 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def in_words(error: Exception, *own: type[Exception]) -> str:
+    """What an exception says, where it is of ``own``, whose messages name their place; else :func:`said`.  Raises what
+    is the device's."""
+    if of_device(error):
+        raise error
+    return str(error) if isinstance(error, own) else said(error)
+
+
 def of_device(error: BaseException) -> bool:
     """Whether the device failed: what it computes from then on is nobody's.  Memory that is refused is not of these."""
     return any(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vtaps.runtime.faults import PLANNED, Fault, of_device, said
+from vtaps.runtime.faults import PLANNED, Fault, in_words
 from vtaps.runtime.fills import Fill, Found, MetricFill, Selected, StepPlan, by_live, ranges
 from vtaps.runtime.live import (
     Batch,
@@ -107,9 +107,7 @@ class RowTable:
 
     def lose(self, lives: Iterable[Live], error: Exception, starts: Mapping[str, int]) -> None:
         """Requests that cannot be planned have failed, from where the step starts on; raises what is the device's."""
-        if of_device(error):
-            raise error
-        told = str(error) if isinstance(error, TableError | LockError) else said(error)
+        told = in_words(error, TableError, LockError)
         for live in lives:
             self.fail(live, Fault(PLANNED, told), starts[live.request_id])
 

@@ -25,3 +25,13 @@ def seed_cache(folder: Path, patch: pytest.MonkeyPatch) -> None:
             cached = trees.cache_file(config, VLLM, dtype)
             cached.parent.mkdir(parents=True, exist_ok=True)
             cached.write_bytes(snapshot.read_bytes())
+
+
+def model_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with the tests' data beside it, and its trees in the cache."""
+    seed_cache(tmp_path / "cache", monkeypatch)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "data").symlink_to(DATA)
+    monkeypatch.chdir(here)
+    return here

@@ -12,14 +12,13 @@ from vtaps.codegen.lock import lock_digest
 from vtaps.codegen.renames import Lock
 from vtaps.sides import Side
 from vtaps.spec import digests
-from vtaps.spec.arms import points_of
 from vtaps.spec.pattern import part_of
 from vtaps.spec.plan import Plan
 from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.sizes import human
-from vtaps.summary import read_size
+from vtaps.summary import read_size, served
 
 ANOTHER = "vtaps run takes its folder for another program's"
 
@@ -111,7 +110,7 @@ def _engine(old: Lock, new: Lock, found: Comparison) -> Iterator[Meaning]:
 def _requests(old: Side, new: Side) -> Meaning:
     """Of a lock as many as there can be, since a sweep over rows leaves prompts out: then of both sides."""
     if old.plan is not None and new.plan is not None:
-        a, b = (sum(1 for name in plan.arms for _ in _served(plan, name)) for plan in (old.plan, new.plan))
+        a, b = (sum(1 for name in plan.arms for _ in served(plan, name)) for plan in (old.plan, new.plan))
     else:
         a, b = (0 if s.lock is None else _most_requests(s.lock) for s in (old, new))
     return Meaning("requests", f"{a} → {b}" if a != b else f"{b}, as before", [a, b])
@@ -123,13 +122,6 @@ def _most_requests(lock: Lock) -> int:
         sum(prompts.get(g, {"count": 0})["count"] for g in arm["prompts"]) * len(arm["points"])
         for arm in lock["arms"].values()
     )
-
-
-def _served(plan: Plan, arm: str) -> Iterator[tuple[ReadyPrompt, Any]]:
-    for group in plan.arms[arm].prompts:
-        for prompt in plan.prompts[group]:
-            for _, point in points_of(plan.arms[arm], plan.edits, prompt):
-                yield prompt, point
 
 
 def _rows(old: Plan | None, new: Plan | None, found: Comparison) -> Iterator[Meaning]:
@@ -165,7 +157,7 @@ def _edit(plan: Plan, name: str) -> str:
     for arm in plan.arms.values():
         if name not in arm.arm.edits:
             continue
-        for prompt, point in _served(plan, arm.arm.name):
+        for prompt, point in served(plan, arm.arm.name):
             acts = next((e for e in point.edits if e.edit == name), None)
             if acts is None:
                 continue

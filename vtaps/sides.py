@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -182,7 +183,7 @@ def _taken_out(
         doc, _ = load(place)
         linked = []
         for name in sorted(set(_named(None if doc is None else doc.data))):
-            real = _normal(root / spec, name)
+            real = Path(os.path.normpath((root / spec).parent / name))
             there = mirror / real.relative_to("/")
             inside = real.relative_to(root).as_posix() if real.is_relative_to(root) else None
             mine = [f for f in files if inside is not None and (f == inside or f.startswith(f"{inside}/"))]
@@ -197,16 +198,6 @@ def _taken_out(
                 linked.append(name)
         note = f"{label}: {', '.join(linked)} of the working tree, which the revision does not have"
         yield place, f"{mirror}{root.as_posix()}/".replace("//", "/"), (note,) if linked else ()
-
-
-def _normal(spec: Path, name: str) -> Path:
-    parts: list[str] = []
-    for part in (spec.parent / name).parts[1:]:
-        if part == "..":
-            parts = parts[:-1]
-        elif part != ".":
-            parts.append(part)
-    return Path("/", *parts)
 
 
 PATHS = ("path", "tokenizer", "file", "dir", "run", "python")

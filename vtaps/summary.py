@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from vtaps.spec.arms import points_of
 from vtaps.spec.budget import readings, slots_of, without_ids
 from vtaps.spec.expand import written
 from vtaps.spec.layers import collapsed
 from vtaps.spec.pattern import part_of
-from vtaps.spec.plan import Plan, ReadPlan
+from vtaps.spec.plan import Plan, Point, ReadPlan
+from vtaps.spec.prompts import ReadyPrompt
 from vtaps.spec.rows import compile_rows
 from vtaps.spec.selectors import facts_of
 from vtaps.spec.serving import between_all_reduce_and_norm
@@ -196,9 +198,16 @@ def _arm(plan: Plan, name: str) -> str:
 
 
 def _requests(plan: Plan, name: str) -> int:
+    return sum(1 for _ in served(plan, name))
+
+
+def served(plan: Plan, name: str) -> Iterator[tuple[ReadyPrompt, Point]]:
+    """Each request of an arm, by prompt."""
     arm = plan.arms[name]
-    prompts = [p for g in arm.prompts for p in plan.prompts[g]]
-    return sum(1 for p in prompts for _ in points_of(arm, plan.edits, p))
+    for group in arm.prompts:
+        for prompt in plan.prompts[group]:
+            for _, point in points_of(arm, plan.edits, prompt):
+                yield prompt, point
 
 
 def _prefill_hint(plan: Plan, name: str) -> list[str]:

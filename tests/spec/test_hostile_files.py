@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.spec.fuzz import Hang, within
-from tests.trees import DATA, seed_cache
+from tests.trees import model_beside
 from vtaps.check import check_file
 from vtaps.compiling import compile_plan
 from vtaps.spec.diagnostics import Diagnostic
@@ -37,15 +37,11 @@ GOOD = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    seed_cache(tmp_path / "cache", monkeypatch)
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "data").symlink_to(DATA)
+    here = model_beside(tmp_path, monkeypatch)
     for name in ("fifo.safetensors", "fifo.npy", "fifo.pt", "fifo.gguf", "fifo.jsonl", "fifo.py"):
         os.mkfifo(here / name)
         (here / f"zero.{name.partition('.')[2]}").symlink_to("/dev/zero")
         (here / f"folder.{name.partition('.')[2]}").mkdir()
-    monkeypatch.chdir(here)
     return here
 
 

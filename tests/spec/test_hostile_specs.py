@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.spec.fuzz import within
-from tests.trees import DATA, seed_cache
+from tests.trees import DATA, model_beside
 from vtaps.check import check_file
 from vtaps.codegen import lock
 from vtaps.compiling import compile_plan, write_files
@@ -22,12 +22,7 @@ ARMS = "arms: {main: {edits: [half]}}\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    seed_cache(tmp_path / "cache", monkeypatch)
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "data").symlink_to(DATA)
-    monkeypatch.chdir(here)
-    return here
+    return model_beside(tmp_path, monkeypatch)
 
 
 def found_in(folder: Path, text: str, seconds: float = 2) -> list[Diagnostic]:
